@@ -1,0 +1,202 @@
+"""Every setting of a run: dataclasses with a sentence under each field.
+
+Composition, checks and the command line (`python -m curry_train.config`) follow below the schema.
+Nothing here imports torch, so `--help` and `check` answer at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder family. Field names are Hugging Face's."""
+
+    architecture: str = "decoder"
+    """Key of curry_train.models.MODELS."""
+    vocab_size: int = 257
+    """Token ids the model can predict; may exceed the tokenizer's. Padded to a multiple of 64 inside."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    intermediate_size: int = 352
+    """Hidden width of a dense SwiGLU feed-forward."""
+    num_hidden_layers: int = 2
+    """Decoder blocks."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: int = 2
+    """Key/value heads; divides num_attention_heads."""
+    head_dim: int = 32
+    """Width of one head."""
+    max_position_embeddings: int = 4096
+    """Longest sequence the model is meant for; data.seq_len may not exceed it."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square inside RMSNorm."""
+    qk_norm: bool = True
+    """RMSNorm on queries and keys per head, as Qwen3."""
+    tie_word_embeddings: bool = False
+    """Use the embedding matrix as output head."""
+    initializer_range: float = 0.02
+    """Standard deviation of every normal-initialised matrix."""
+    sliding_window: int | None = None
+    """Keys each query sees, itself included; null sees all earlier ones."""
+    num_experts: int = 0
+    """Routed experts per MoE block; 0 makes every feed-forward dense."""
+    num_experts_per_tok: int = 2
+    """Experts that each token visits."""
+    moe_intermediate_size: int = 176
+    """Hidden width of one routed expert."""
+    norm_topk_prob: bool = True
+    """Divide the chosen router weights by their sum."""
+    shared_expert_intermediate_size: int = 0
+    """Hidden width of the expert that every token visits; 0 means none."""
+    first_k_dense_replace: int = 0
+    """Leading blocks that stay dense in a MoE model."""
+    router_aux_loss_coef: float = 0.01
+    """Weight of the load-balance loss."""
+    router_z_loss_coef: float = 0.0
+    """Weight of the router z-loss."""
+    router_aux_loss_scope: str = "sequence"
+    """Tokens one balance loss looks at: sequence or micro_batch."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, how it becomes tokens, how tokens become batches."""
+
+    dataset: str = "embedded"
+    """Key of curry_train.data.DATASETS; ignored when input is given."""
+    input: str | None = None
+    """A text file, a folder of them, or a folder made by curry_train.data.prepare; null uses dataset."""
+    tokenizer: str = "byte"
+    """byte, bpe (trained on the training split), or the path of a tokenizer.json."""
+    bpe_vocab_size: int = 1024
+    """Vocabulary of a bpe tokenizer trained here, the end-of-document token included."""
+    cache_dir: str = ".cache/data"
+    """Where prepared corpora are kept."""
+    val_fraction: float = 0.06
+    """Share of documents held out, chosen by document hash."""
+    seq_len: int = 128
+    """Tokens in one sample."""
+    global_batch_size: int = 8
+    """Samples in one optimizer step over all ranks."""
+    micro_batch_size: int | str = "auto"
+    """Samples in one forward pass of one rank; auto takes the largest that fills the local batch."""
+    document_mask: bool = False
+    """Attention stays inside a document; position ids restart with it."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 2e-3
+    """Peak learning rate."""
+    min_lr: float = 2e-4
+    """Learning rate at run.max_steps."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up; may exceed run.max_steps."""
+    schedule: str = "cosine"
+    """cosine, wsd (warm-up, stable, decay) or constant."""
+    decay_steps: int = 0
+    """Length of the linear decay of wsd, ending at run.max_steps; 0 takes a fifth of the run."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices only; vectors, norms and embeddings never decay."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are clipped to; 0 clips nothing."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the mesh axes."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Replicas of the whole model."""
+    dp_shard: int = -1
+    """Ranks that share the batch inside one replica; -1 fills the world."""
+    cp: int = 1
+    """Ranks that share one sequence."""
+    tp: int = 1
+    """Ranks that share each matrix."""
+    ep: int = 1
+    """Ranks that share the experts; divides dp_shard*cp*tp and is no factor of the world."""
+    zero: int = 0
+    """What dp_shard ranks divide among them: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, how often, where to."""
+
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+    name: str = "quickstart"
+    """First part of the run folder's name."""
+    max_steps: int = 1000
+    """Optimizer steps of the whole run."""
+    resume: str = "never"
+    """never, auto, a run folder or a checkpoint folder."""
+    init_from: str | None = None
+    """A checkpoint whose weights start the run (weights only)."""
+    log_every: int = 10
+    """Steps between logged rows; the first and last step are always logged."""
+    eval_every: int = 250
+    """Steps between validations; 0 validates at the end only."""
+    save_every: int = 250
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = 3
+    """Newest checkpoints kept; 0 keeps all."""
+    stop_grace: float = 25.0
+    """Seconds a checkpoint may take after SIGTERM."""
+    comm_timeout: float = 600.0
+    """Seconds a collective may wait before the run ends."""
+    max_nonfinite: int = 3
+    """Steps in a row with a non-finite loss or gradient before the run is aborted; 0 never aborts."""
+    sample_tokens: int = 200
+    """Tokens of sampled text at the end; 0 samples none."""
+    sample_prompt: str = ""
+    """What the sample continues."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Mirrors of the journal and metrics."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to the run folder's tb/."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole run."""
+
+    seed: int = 0
+    """Seed of every source of randomness."""
+    devices: int | str = "auto"
+    """Processes on this machine when train.py starts them itself; auto: every GPU, else one process."""
+    accelerator: str = "auto"
+    """auto (cuda when there is one, else cpu), cpu, cuda or mps."""
+    precision: str = "fp32"
+    """fp32, bf16, fp16 or fp64; parameters, moments and reductions stay fp32 (fp64 for fp64)."""
+    compile: bool = False
+    """torch.compile each block."""
+    dry_run: bool = False
+    """Build on the meta device, print the plan, train nothing."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
