@@ -1,0 +1,139 @@
+"""What a checkpoint of this trainer holds: weights, moments, randomness, position.
+
+`dcp` knows tensors and files; this module knows which of them make a training run.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from curry_train.checkpoint import dcp
+from curry_train.config import Config, ModelConfig, config_hash
+from curry_train.data import tokenizer as tokenizers
+from curry_train.models.protocol import build_model, named_state, saved_view
+from curry_train.optim import materialise_state
+from curry_train.runtime import Runtime
+from curry_train.tracking.run_folder import Run
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return every tensor of the run under its topology-free name, as views that load fills.
+
+    Weights carry their own names, moments "optim.exp_avg.<name>"; "optim.step" is the number of
+    updates AdamW made (skipped steps do not count), a float32 scalar.
+    """
+    tensors = dict(named_state(model))
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        for moment in MOMENTS:
+            tensors[f"optim.{moment}.{name}"] = saved_view(model, name, state[moment])
+    tensors["optim.step"] = next(iter(optimizer.state.values()))["step"]
+    return tensors
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """Return the state of every random generator of this process."""
+    numpy_state = np.random.get_state(legacy=True)
+    tensors = {
+        "rng.torch": torch.get_rng_state(),
+        "rng.python": torch.tensor(random.getstate()[1], dtype=torch.int64),
+        "rng.numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
+        "rng.numpy_position": torch.tensor(numpy_state[2], dtype=torch.int64),
+    }
+    if torch.cuda.is_available():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def set_rng(tensors: dict[str, Tensor]) -> None:
+    """Put the generators back to the states of `rng_tensors`."""
+    torch.set_rng_state(tensors["rng.torch"])
+    random.setstate((3, tuple(tensors["rng.python"].tolist()), None))
+    keys = tensors["rng.numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(tensors["rng.numpy_position"])))
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+def save(runtime: Runtime, run: Run) -> Path:
+    """Write a checkpoint of the current step and tell the journal; collective."""
+    start = time.monotonic()
+    run.event("ckpt_begin", step=runtime.step, tokens=runtime.tokens)
+    materialise_state(runtime.optimizer)
+    path = dcp.save(
+        run.dir / "checkpoints",
+        step=runtime.step,
+        tensors=training_tensors(runtime.model, runtime.optimizer),
+        rank_tensors=rng_tensors(),
+        meta={
+            "samples_consumed": runtime.batches.samples_consumed,
+            "tokens": runtime.tokens,
+            "data_hash": runtime.corpus.hash,
+            "config_hash": config_hash(runtime.config),
+            "seq_len": runtime.config.data.seq_len,
+            "model": asdict(runtime.config.model),
+            "mesh": runtime.mesh.sizes,
+            "loss_scale": [runtime.loss_scale.value, runtime.loss_scale.good_steps],
+        },
+        files={"tokenizer.json": runtime.corpus.tokenizer.to_json().encode()},
+        mesh=runtime.mesh,
+        keep=runtime.config.run.keep,
+    )
+    run.event(
+        "ckpt_commit",
+        step=runtime.step,
+        tokens=runtime.tokens,
+        path=str(path.relative_to(run.dir)),
+        seconds=time.monotonic() - start,
+    )
+    return path
+
+
+def restore(runtime: Runtime, checkpoint: Path) -> dict[str, Any]:
+    """Load weights, moments, randomness and position in place; returns the manifest."""
+    materialise_state(runtime.optimizer)
+    tensors = training_tensors(runtime.model, runtime.optimizer)
+    manifest = dcp.load(checkpoint, tensors, mesh=runtime.mesh)
+    for state in runtime.optimizer.state.values():
+        state["step"].copy_(tensors["optim.step"])
+    rank_tensors = dcp.load_rank_tensors(checkpoint, runtime.mesh.rank)
+    if rank_tensors is not None:
+        set_rng(rank_tensors)
+    runtime.step = manifest["step"]
+    runtime.tokens = manifest["tokens"]
+    runtime.batches.samples_consumed = manifest["samples_consumed"]
+    runtime.loss_scale.value, runtime.loss_scale.good_steps = manifest["loss_scale"]
+    return manifest
+
+
+def load_weights(model: nn.Module, checkpoint: Path, *, mesh=None) -> dict[str, Any]:
+    """Load the weights alone, in place; every parameter must be there. Returns the manifest."""
+    return dcp.load(checkpoint, dict(named_state(model)), mesh=mesh, ignore=("optim.",))
+
+
+def load_for_inference(path: Path) -> tuple[nn.Module, Any, int]:
+    """Return (model, tokenizer, seq_len) of a checkpoint folder or a run folder, on the CPU.
+
+    Raises CheckpointError when there is no complete checkpoint.
+    """
+    checkpoint = path if (path / "manifest.json").exists() else dcp.latest(path / "checkpoints")
+    if checkpoint is None:
+        raise dcp.CheckpointError(
+            f"{path} holds no complete checkpoint; give a run folder or a checkpoints/step-* folder"
+        )
+    manifest = dcp.read_manifest(checkpoint)
+    config = Config(model=ModelConfig(**manifest["model"]))
+    model = build_model(config, "cpu")
+    load_weights(model, checkpoint)
+    tokenizer = tokenizers.from_json((checkpoint / "tokenizer.json").read_text())
+    return model, tokenizer, manifest["seq_len"]

@@ -1,0 +1,37 @@
+"""The loss of the held-out text, whole and always the same."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from curry_train.data.loader import validation_batches
+from curry_train.loss import token_sums, zero_totals
+from curry_train.parallel import grads
+from curry_train.runtime import Runtime
+
+
+@torch.no_grad()
+def evaluate(runtime: Runtime) -> dict[str, float]:
+    """Return `val/loss` (nats per token) and `val/bpb` (bits per byte) of the whole split.
+
+    Every held-out token is a label exactly once, whatever the ranks and batch sizes. Auxiliary
+    losses do not count. Group: batch; one all-reduce at the end.
+    """
+    runtime.model.eval()
+    totals = zero_totals(runtime.device)
+    batches = validation_batches(
+        runtime.corpus,
+        runtime.config.data,
+        micro_batch_size=runtime.batches.micro_batch_size,
+        batch_rank=runtime.mesh.index("batch"),
+        batch_world=runtime.mesh.size("batch"),
+        device=runtime.device,
+    )
+    for batch in batches:
+        totals += token_sums(runtime.model, batch).detached()
+    runtime.model.train()
+    nll, _, _, count = grads.sum_counts(totals, runtime.mesh.group("batch")).tolist()
+    bits = nll / math.log(2.0)
+    return {"val/loss": nll / count, "val/bpb": bits / runtime.corpus.val.bytes}

@@ -1,0 +1,37 @@
+"""Matrix products whose weights follow the dtype of their input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """Multiply by a weight of shape [out_features, in_features], without bias.
+
+    Shapes: x [..., in_features] of any float dtype; returns [..., out_features] in the dtype of x.
+    The weight is stored in its own dtype (float32 under bf16) and cast for the product.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Module):
+    """Look up rows of a weight of shape [rows, width].
+
+    Shapes: ids int64 [...]; returns [..., width] in the dtype of the weight.
+    Rows beyond the vocabulary are padding: no id reaches them and they stay zero.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)

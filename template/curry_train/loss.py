@@ -1,0 +1,76 @@
+"""The loss as a sum over tokens, so that it can be added over micro-batches and ranks.
+
+Nobody averages here: `parallel/grads.py` divides once, by the global token count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+Batch = dict[str, Tensor]
+
+
+class TokenSums(NamedTuple):
+    """Totals of one micro-batch, as scalar tensors in float32 (float64 under fp64).
+
+    nll: negative log likelihood in nats; aux, z: auxiliary losses of each sequence times its token
+    count, coefficients included; count: non-ignored targets, int64.
+    """
+
+    nll: Tensor
+    aux: Tensor
+    z: Tensor
+    count: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """What backward starts from."""
+        return self.nll + self.aux + self.z
+
+    def detached(self) -> Tensor:
+        """Return [nll, aux, z, count] in the dtype of `zero_totals`."""
+        wide = wide_dtype(self.nll.device)
+        return torch.stack([part.detach().to(wide) for part in self])
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on mps, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def zero_totals(device: torch.device) -> Tensor:
+    """Return the empty sum that `TokenSums.detached` is added to."""
+    return torch.zeros(4, dtype=wide_dtype(device), device=device)
+
+
+def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
+    """Run the model on one micro-batch and return the totals of its targets.
+
+    Shapes: input_ids and labels int64 [B, S], labels already shifted, -100 ignored; position_ids
+    and doc_ids int64 [B, S] when documents are masked.
+    """
+    out = model(batch["input_ids"], batch.get("position_ids"), batch.get("doc_ids"))
+    labels = batch["labels"]
+    logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
+    nll = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    tokens_B = (labels != IGNORED).sum(1)
+    zero = nll.new_zeros(())
+    aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum()
+    z = zero if out.z_loss is None else (out.z_loss * tokens_B).sum()
+    return TokenSums(nll, aux, z, tokens_B.sum())
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over non-ignored targets plus the weighted auxiliary terms, a scalar.
+
+    This is the `loss_fn` that checks call; training divides the same sums by the global count.
+    """
+    sums = token_sums(model, batch)
+    return sums.total / sums.count.clamp(min=1)

@@ -1,0 +1,164 @@
+"""The decoder family: RMSNorm, grouped-query attention with rotary positions, SwiGLU, experts.
+
+One file for dense and MoE models, since they differ in the feed-forward of a block only. With
+`qk_norm` these are Hugging Face's Qwen3 and Qwen3-MoE, without it Llama and Mixtral.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from curry_train.config import ModelConfig
+from curry_train.layers.attention import Attention, Positions
+from curry_train.layers.linear import Embedding, Linear
+from curry_train.layers.mlp import SwiGLU
+from curry_train.layers.moe import MoE, Route, sort_by_expert, weighted_sum
+from curry_train.layers.norm import RMSNorm
+from curry_train.layers.rope import rotary_angles
+from curry_train.models.protocol import ModelOutput, run_block
+
+VOCAB_MULTIPLE = 64
+
+
+class DenseBlock(nn.Module):
+    """Attention and a SwiGLU feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def attention(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Route | None]:
+        residual = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions)
+        return residual, self.post_attention_layernorm(residual).flatten(0, 1), None
+
+    def dispatch(self, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return rows_RD
+
+    def experts(self, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return self.mlp(rows_RD)
+
+    def combine(self, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return rows_RD
+
+    def aggregate(self, residual_BSD: Tensor, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return residual_BSD + rows_RD.view_as(residual_BSD)
+
+    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Route | None]:
+        return run_block(self, x_BSD, positions)
+
+
+class MoEBlock(nn.Module):
+    """Attention, then K of E experts per token, plus a shared expert where the config has one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MoE(config)
+        self.num_experts = config.num_experts
+
+    def attention(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Route | None]:
+        residual = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions)
+        hidden = self.post_attention_layernorm(residual)
+        routing = self.mlp.gate(hidden)
+        route = sort_by_expert(routing, self.num_experts)
+        tokens = hidden.flatten(0, 1)
+        rows = tokens[route.order // routing.weights.shape[1]]
+        if self.mlp.shared_experts is not None:
+            residual = residual + self.mlp.shared_experts(hidden)
+        return residual, rows, route
+
+    def dispatch(self, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return rows_RD
+
+    def experts(self, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return self.mlp.experts(rows_RD, route.tokens_per_expert)
+
+    def combine(self, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return rows_RD
+
+    def aggregate(self, residual_BSD: Tensor, rows_RD: Tensor, route: Route | None) -> Tensor:
+        return residual_BSD + weighted_sum(rows_RD, route).view_as(residual_BSD)
+
+    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Route | None]:
+        return run_block(self, x_BSD, positions)
+
+
+class Body(nn.Module):
+    """Embedding, blocks and the last norm."""
+
+    def __init__(self, config: ModelConfig, padded_vocab: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(padded_vocab, config.hidden_size)
+        self.layers = nn.ModuleDict()
+        for index in range(config.num_hidden_layers):
+            sparse = config.num_experts > 0 and index >= config.first_k_dense_replace
+            self.layers[str(index)] = MoEBlock(config) if sparse else DenseBlock(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    Shapes: input_ids int64 [B, S]; position_ids int64 [B, S] or None (0 to S-1); doc_ids int64
+    [B, S] or None (attention is not cut at document ends). Returns ModelOutput.
+    """
+
+    Config = ModelConfig
+
+    def __init__(self, config: ModelConfig, *, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.vocab_size = config.vocab_size
+        self.padded_vocab = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.vocab_parameters = ("model.embed_tokens.weight", "lm_head.weight")
+        self.active_share = config.num_experts_per_tok / max(config.num_experts, 1)
+        self.model = Body(config, self.padded_vocab)
+        self.lm_head = Linear(config.hidden_size, self.padded_vocab)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def layers(self) -> nn.ModuleDict:
+        return self.model.layers
+
+    def init_std(self, name: str) -> float:
+        """Return the standard deviation that the matrix `name` starts with."""
+        return self.config.initializer_range
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+    ) -> ModelOutput:
+        config = self.config
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        cos, sin = rotary_angles(
+            position_ids, config.head_dim, config.rope_theta, self.compute_dtype
+        )
+        positions = Positions(cos, sin, doc_ids)
+        x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
+        routes = []
+        for block in self.layers.values():
+            x, route = block(x, positions)
+            if route is not None:
+                routes.append(route)
+        logits = self.lm_head(self.model.norm(x))
+        logits[..., self.vocab_size :] = -torch.inf
+        if not routes:
+            return ModelOutput(logits, None, None)
+        aux_loss = torch.stack([route.aux_loss for route in routes]).sum(0)
+        z_loss = torch.stack([route.z_loss for route in routes]).sum(0)
+        return ModelOutput(
+            logits,
+            config.router_aux_loss_coef * aux_loss,
+            config.router_z_loss_coef * z_loss,
+        )

@@ -1,0 +1,1 @@
+"""Mesh, placement and gradient arithmetic. `dims` imports no torch, so nothing is imported here."""

@@ -1,0 +1,175 @@
+"""Will it fit: parameters, memory and tokens per step of a layout, in closed form, no device.
+
+`python train.py dry_run=true` prints it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from curry_train.config import Config, ConfigError, ModelConfig, problems, resolve_micro_batch
+from curry_train.parallel import dims
+from curry_train.parallel.grads import BUCKET_ELEMENTS
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+
+
+def block_parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
+    """Return (all, active per token) parameters of block `layer`."""
+    width, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    attention = 2 * width * heads + 2 * width * keys + 2 * width
+    if model.qk_norm:
+        attention += 2 * model.head_dim
+    if is_dense(model, layer):
+        total = attention + 3 * width * model.intermediate_size
+        return total, total
+    expert = 3 * width * model.moe_intermediate_size
+    always = attention + model.num_experts * width
+    always += 3 * width * model.shared_expert_intermediate_size
+    return always + model.num_experts * expert, always + model.num_experts_per_tok * expert
+
+
+def is_dense(model: ModelConfig, layer: int) -> bool:
+    """Tell whether block `layer` has one feed-forward instead of experts."""
+    return model.num_experts == 0 or layer < model.first_k_dense_replace
+
+
+def parameter_counts(model: ModelConfig) -> tuple[int, int]:
+    """Return (all, active per token) parameters, with the unpadded vocabulary."""
+    ends = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    total = active = ends + model.hidden_size
+    for layer in range(model.num_hidden_layers):
+        block, block_active = block_parameters(model, layer)
+        total, active = total + block, active + block_active
+    return total, active
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Return the FLOP of forward and backward per token, all ranks together.
+
+    Six per active matrix parameter (the embedding is a lookup), and for attention the causal half:
+    6 * heads * head_dim * seq_len per block. Source: Kaplan et al. 2020, section 2.1, with the
+    attention term of Chowdhery et al. 2022, appendix B, halved.
+    """
+    _, active = parameter_counts(model)
+    if not model.tie_word_embeddings:
+        active -= model.vocab_size * model.hidden_size
+    span = min(seq_len, model.sliding_window or seq_len)
+    heads = model.num_attention_heads * model.head_dim
+    return 6.0 * active + 6.0 * model.num_hidden_layers * heads * span
+
+
+def activation_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> float:
+    """Return the bytes that backward keeps per token of a micro-batch.
+
+    `compute` and `wide` are the bytes of an element in matrices and in norms and softmax. Counted
+    are the tensors that autograd saves for this package's own layers, attention without its score
+    matrix; the test holds the sum against the tensors that a real forward pass saves.
+    """
+    width, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    norm = width * (wide + 2 * compute) + wide
+    attention = 2 * (heads + keys) * compute + model.num_attention_heads * wide
+    if model.qk_norm:
+        attention += (heads + keys) * (wide + compute)
+        attention += (model.num_attention_heads + model.num_key_value_heads) * wide
+    total = norm + padded_vocab(model) * (wide if compute == wide else wide + compute)
+    for layer in range(model.num_hidden_layers):
+        total += 2 * norm + attention
+        if is_dense(model, layer):
+            total += 4 * model.intermediate_size * compute
+            continue
+        chosen = model.num_experts_per_tok
+        total += chosen * (3 * width + 4 * model.moe_intermediate_size) * compute
+        total += 4 * model.shared_expert_intermediate_size * compute
+        total += model.num_experts * (3 * wide + 8) + chosen * 24
+    return total
+
+
+def padded_vocab(model: ModelConfig) -> int:
+    """Return the vocabulary as it stands in memory, a multiple of 64."""
+    return -(-model.vocab_size // 64) * 64
+
+
+def estimate(config: Config, world: int) -> dict[str, int]:
+    """Return bytes per rank: parameters, gradients, optimizer, activations, buffers.
+
+    Parameters, gradients and both AdamW moments are float32 (float64 under fp64), whole on every
+    rank at parallel.zero=0. Activations are those of one micro-batch; a copy of the weights in
+    the compute dtype is counted with them. Buffers are the gradient bucket of the all-reduce.
+    Raises ValueError when the axes do not make `world` ranks.
+    """
+    sizes = dims.resolve(config.parallel, world)
+    compute = COMPUTE_BYTES[config.precision]
+    wide = max(compute, 4)
+    total, _ = parameter_counts(config.model)
+    padding = padded_vocab(config.model) - config.model.vocab_size
+    total += padding * config.model.hidden_size * (1 if config.model.tie_word_embeddings else 2)
+    ranks = dims.batch_world(sizes)
+    tokens = resolve_micro_batch(config, ranks) * config.data.seq_len
+    activations = tokens * activation_bytes_per_token(config.model, compute, wide)
+    if compute < wide:
+        activations += total * compute
+    return {
+        "parameters": total * wide,
+        "gradients": total * wide,
+        "optimizer": 2 * total * wide,
+        "activations": round(activations),
+        "buffers": min(total, BUCKET_ELEMENTS) * wide if ranks > 1 else 0,
+    }
+
+
+def planned_world(config: Config) -> int:
+    """Return the number of ranks the plan is for: the launcher's, else devices, else the mesh's."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if config.devices != "auto":
+        return int(config.devices)
+    sizes = {axis: getattr(config.parallel, axis) for axis in dims.AXES}
+    return dims.world_size({**sizes, "dp_shard": max(sizes["dp_shard"], 1)})
+
+
+def print_plan(config: Config) -> int:
+    """Build the model on the meta device, print the plan on rank 0, train nothing; returns 0.
+
+    Raises ConfigError when the layout does not fit the world.
+    """
+    from curry_train.models.protocol import build_model, count_parameters
+
+    world = planned_world(config)
+    found = problems(config, world)
+    if found:
+        raise ConfigError(found)
+    total, active = count_parameters(build_model(config, "meta"))
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+        return 0
+    sizes = dims.resolve(config.parallel, world)
+    data = config.data
+    local = data.global_batch_size // dims.batch_world(sizes)
+    micro = resolve_micro_batch(config, dims.batch_world(sizes))
+    print(f"parameters: {total} (active {active})")
+    print(
+        f"tokens per step: {data.global_batch_size * data.seq_len} "
+        f"(global batch {data.global_batch_size} x {data.seq_len}; "
+        f"{local // micro} micro-batches of {micro} on each rank)"
+    )
+    parts = estimate(config, world)
+    print(f"memory per rank: {readable(sum(parts.values()))} ({config.precision})")
+    for part, amount in parts.items():
+        print(f"  {part:<12} {amount:>16} bytes  {readable(amount):>10}")
+    flops = flops_per_token(config.model, data.seq_len) * data.global_batch_size * data.seq_len
+    print(f"work per step: {flops:.3e} FLOP")
+    axes = "  ".join(f"{axis} {size}" for axis, size in sizes.items())
+    print(f"mesh of {world} {'rank' if world == 1 else 'ranks'}: {axes}")
+    return 0
+
+
+def readable(amount: int) -> str:
+    """Return bytes in the largest unit that keeps the number above 1."""
+    value, unit = float(amount), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.2f} {unit}"

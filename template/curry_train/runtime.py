@@ -1,0 +1,100 @@
+"""What a training step needs, built one way for train.py, for checks and for benchmarks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from curry_train.command_line import resolve_micro_batch
+from curry_train.config import Config, load_config
+from curry_train.data import open_corpus
+from curry_train.data.loader import Loader
+from curry_train.data.token_file import Corpus
+from curry_train.loss import mean_loss
+from curry_train.models.protocol import build_model
+from curry_train.optim import LossScale, build_optimizer
+from curry_train.parallel.dims import batch_world
+from curry_train.parallel.mesh import Mesh
+from curry_train.profiling import no_spans
+
+
+@dataclass
+class Runtime:
+    """Everything that one optimizer step reads or changes.
+
+    `loss_fn(model, batch)` returns the mean loss of a micro-batch; `batches` yields micro-batches
+    for ever and keeps the data position. `step` and `tokens` count what was finished.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[nn.Module, dict], torch.Tensor]
+    batches: Loader
+    device: torch.device
+    mesh: Mesh
+    config: Config
+    corpus: Corpus
+    step: int = 0
+    tokens: int = 0
+    loss_scale: LossScale = field(default_factory=lambda: LossScale("fp32"))
+    spans: Callable[[str], Any] = no_spans
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, NumPy and torch; ranks differ, so that no two draw the same noise."""
+    random.seed(seed * 1_000_003 + rank)
+    np.random.seed((seed * 1_000_003 + rank) % 2**32)
+    torch.manual_seed(seed * 1_000_003 + rank)
+
+
+def assemble(config: Config, corpus: Corpus, mesh: Mesh) -> Runtime:
+    """Build model, optimizer and loader for this rank of `mesh`."""
+    seed_everything(config.seed, mesh.rank)
+    model = build_model(config, mesh.device)
+    if config.compile:
+        for block in model.layers.values():
+            block.compile()
+    model.train()
+    ranks = batch_world(mesh.sizes)
+    loader = Loader(
+        corpus,
+        config.data,
+        seed=config.seed,
+        micro_batch_size=resolve_micro_batch(config, ranks),
+        batch_rank=mesh.index("batch"),
+        batch_world=ranks,
+        device=mesh.device,
+    )
+    return Runtime(
+        model=model,
+        optimizer=build_optimizer(model, config.optim),
+        loss_fn=mean_loss,
+        batches=loader,
+        device=mesh.device,
+        mesh=mesh,
+        config=config,
+        corpus=corpus,
+        loss_scale=LossScale(config.precision),
+    )
+
+
+def build_runtime(overrides: Sequence[str] = (), project: str | Path | None = None) -> Runtime:
+    """Build the project's runtime in this process: seeds, writes nothing, makes no run folder.
+
+    `overrides` are command-line settings (`key=value`); `project` is the folder of train.py.
+    A process group is used only when a launcher started this process. Raises ConfigError and
+    DataError with every problem in plain words.
+    """
+    from curry_train.launch import join_processes
+
+    root = Path(project) if project is not None else None
+    config = load_config(list(overrides), project=root)
+    corpus = open_corpus(config.data, cache_dir=None)
+    return assemble(config, corpus, join_processes(config, spawn=False))

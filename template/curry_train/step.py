@@ -1,0 +1,83 @@
+"""One optimizer step, top to bottom."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from curry_train.loss import token_sums, zero_totals
+from curry_train.optim import lr_at, set_lr
+from curry_train.parallel import grads
+from curry_train.runtime import Runtime
+
+
+class StepOut(NamedTuple):
+    """What one step measured, the same on every rank.
+
+    loss, aux_loss, z_loss: means over the global tokens, in nats (auxiliary ones weighted);
+    grad_norm: before clipping; tokens: global non-ignored targets; step_time: wall seconds;
+    finite: False when the update was skipped because a gradient was not finite.
+    """
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    step_time: float
+    finite: bool
+
+    def row(self) -> dict[str, float]:
+        """Return what metrics.jsonl keeps of this step."""
+        kept = ("loss", "aux_loss", "z_loss", "lr", "grad_norm", "step_time")
+        return {name: getattr(self, name) for name in kept}
+
+
+def train_step(runtime: Runtime) -> StepOut:
+    """Take one optimizer step and advance `runtime.step` and `runtime.tokens`.
+
+    Groups: batch; one all-reduce of four numbers, then the gradients'.
+    """
+    start = time.perf_counter()
+    config, spans = runtime.config, runtime.spans
+    group = runtime.mesh.group("batch")
+
+    with spans("data"):
+        micro_batches = runtime.batches.next_step()
+    totals = zero_totals(runtime.device)
+    for batch in micro_batches:
+        with spans("forward"):
+            sums = token_sums(runtime.model, batch)
+        with spans("backward"):
+            (sums.total * runtime.loss_scale.value).backward()
+        totals += sums.detached()
+
+    with spans("optimizer"):
+        nll, aux, z, count = grads.sum_counts(totals, group).tolist()
+        report = grads.finish(
+            runtime.model.parameters(),
+            token_count=int(count),
+            max_norm=config.optim.max_grad_norm,
+            group=group,
+            loss_scale=runtime.loss_scale.value,
+        )
+        lr = lr_at(runtime.step + 1, config.optim, config.run.max_steps)
+        if report.finite:
+            set_lr(runtime.optimizer, lr)
+            runtime.optimizer.step()
+        runtime.optimizer.zero_grad(set_to_none=True)
+        runtime.loss_scale.update(report.finite)
+
+    runtime.step += 1
+    runtime.tokens += int(count)
+    return StepOut(
+        loss=nll / max(count, 1.0),
+        aux_loss=aux / max(count, 1.0),
+        z_loss=z / max(count, 1.0),
+        lr=lr,
+        grad_norm=report.norm,
+        tokens=int(count),
+        step_time=time.perf_counter() - start,
+        finite=report.finite,
+    )
