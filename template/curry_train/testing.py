@@ -92,22 +92,26 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 def assert_same(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, tolerance: float
 ) -> None:
-    """Compare named tensors by max|found - wanted| / max|wanted|; print the worst on a miss.
+    """Compare named tensors and print the worst element of the worst tensor on a miss.
 
-    Both must hold the same names and shapes. tolerance 0 asks for bitwise equality.
+    Error = max|found - wanted| / max(max|wanted|, 1e-6 * norm of all wanted tensors together), so
+    that a tensor of pure rounding noise is not held against itself. Both must hold the same names
+    and shapes. tolerance 0 asks for bitwise equality.
     """
     missing, extra = wanted.keys() - found.keys(), found.keys() - wanted.keys()
     assert not missing and not extra, f"missing {sorted(missing)}, unexpected {sorted(extra)}"
+    norms = [tensor.detach().double().norm() for tensor in wanted.values()]
+    floor = max(1e-6 * float(torch.stack(norms).norm()), 1e-300) if norms else 1.0
     worst, where = -1.0, ""
     for name, reference in wanted.items():
-        value = found[name]
+        value, reference = found[name].detach(), reference.detach()
         assert value.shape == reference.shape, (
             f"{name}: found {tuple(value.shape)}, wanted {tuple(reference.shape)}"
         )
         if reference.numel() == 0:
             continue
         gap = (value.double() - reference.double()).abs()
-        error = float(gap.max() / reference.double().abs().max().clamp(min=1e-300))
+        error = float(gap.max() / reference.double().abs().max().clamp(min=floor))
         if not error <= worst:
             place = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
             worst = error

@@ -121,7 +121,11 @@ class Decoder(nn.Module):
         self.active_share = config.num_experts_per_tok / max(config.num_experts, 1)
         self.model = Body(config, self.padded_vocab)
         self.lm_head = Linear(config.hidden_size, self.padded_vocab)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make head and embedding one parameter; again after any call that replaces parameters."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property

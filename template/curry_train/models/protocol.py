@@ -2,7 +2,8 @@
 
 A model is a module whose forward takes a batch and returns `ModelOutput`, with a class attribute
 `Config` (the dataclass of its `model` group) and these attributes:
-`layers` (blocks keyed by their global index), `vocab_size`, `compute_dtype`.
+`layers` (blocks keyed by their global index), `vocab_size`, `vocab_parameters`, `compute_dtype`,
+`active_share`, `init_std(name)` and `tie_weights()`.
 A block is five parts. Whoever keeps them gets every parallelism and the overlapped pipeline,
 which runs the parts of two micro-batches in turn.
 
@@ -97,6 +98,7 @@ def build_model(config: Config, device: torch.device | str) -> nn.Module:
         torch.set_default_dtype(default)
     if str(device) != "meta":
         model.to_empty(device=device)
+        model.tie_weights()
         init_weights(model, config.seed)
     return model
 

@@ -1,0 +1,222 @@
+"""The decoder equals Hugging Face's, sees no future, and starts the same on every layout."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from curry_train.config import Config, ModelConfig
+from curry_train.loss import mean_loss, token_sums
+from curry_train.models.protocol import build_model, count_parameters, generator_for, named_state
+from curry_train.testing import assert_same
+
+DENSE = ModelConfig(num_hidden_layers=2)
+MOE = ModelConfig(num_hidden_layers=4, num_experts=4)
+
+
+def batch_of(vocab=257, batch=2, length=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (batch, length + 1), generator=generator)
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:].clone()}
+
+
+def hugging_face(config: ModelConfig, state: dict) -> torch.nn.Module:
+    """Build transformers' Qwen3 or Qwen3-MoE in float64 and give it our weights."""
+    transformers = pytest.importorskip("transformers")
+    same = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads head_dim rms_norm_eps tie_word_embeddings max_position_embeddings"
+    ).split()
+    fields = {name: getattr(config, name) for name in same}
+    fields["rope_theta"] = config.rope_theta
+    if config.num_experts:
+        names = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob".split()
+        fields |= {name: getattr(config, name) for name in names}
+        settings = transformers.Qwen3MoeConfig(**fields)
+        settings._experts_implementation = "eager"  # its grouped_mm takes no float64
+        model = transformers.Qwen3MoeForCausalLM(settings)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields))
+    theirs = {}
+    for name, tensor in state.items():
+        if ".experts.gate_proj." in name:
+            up = state[name.replace("gate_proj", "up_proj")]
+            theirs[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat((tensor, up), 1)
+        elif ".experts.down_proj." in name:
+            theirs[name.removesuffix(".weight")] = tensor
+        elif ".experts.up_proj." not in name:
+            theirs[name] = tensor
+    model = model.double()
+    model.load_state_dict(theirs, strict=True)
+    return model
+
+
+# transformers takes norms and rotary angles in float32 even in a float64 model, so the two agree to
+# float32 rounding there (2e-7 measured) and not to float64's.
+HF_TOLERANCE = 2e-6
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["tiny_dense", "tiny_moe"])
+def test_logits_and_gradients_equal_hugging_face(config):
+    ours = build_model(Config(model=config, precision="fp64"), "cpu")
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)  # larger than at the start, so that every path matters
+    theirs = hugging_face(config, dict(named_state(ours)))
+    batch = batch_of()
+    out = ours(batch["input_ids"])
+    reference = theirs(batch["input_ids"]).logits
+    assert_same(
+        {"logits": out.logits[..., : config.vocab_size]}, {"logits": reference}, tolerance=HF_TOLERANCE
+    )
+    upstream = torch.randn_like(reference)
+    (reference * upstream).sum().backward()
+    (out.logits[..., : config.vocab_size] * upstream).sum().backward()
+    wanted = {n: p.grad for n, p in theirs.named_parameters()}
+    found = {}
+    for name, parameter in ours.named_parameters():
+        grad = parameter.grad[: config.vocab_size] if name in ours.vocab_parameters else (
+            parameter.grad
+        )  # fmt: skip
+        if ".experts.gate_proj." in name:
+            up = dict(ours.named_parameters())[name.replace("gate_proj", "up_proj")].grad
+            found[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat((grad, up), 1)
+        elif ".experts.down_proj." in name:
+            found[name.removesuffix(".weight")] = grad
+        elif ".experts.up_proj." not in name:
+            found[name] = grad
+    assert_same(found, wanted, tolerance=HF_TOLERANCE)
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["tiny_dense", "tiny_moe"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_no_logit_depends_on_a_later_token(config, window):
+    settings = Config(model=replace(config, sliding_window=window), precision="fp64")
+    model = build_model(settings, "cpu")
+    ids = batch_of(batch=1, length=12)["input_ids"]
+    changed = ids.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 257
+    moved = (model(ids).logits - model(changed).logits)[0, :, :257].abs().amax(-1)
+    # Not bitwise: an expert's matrix product rounds by the number of its rows.
+    assert moved[:7].max() < 1e-14 and moved[7] > 1e-4
+
+
+def test_a_planted_look_ahead_is_seen():
+    model = build_model(Config(model=DENSE), "cpu")
+    ids = batch_of(batch=1, length=12)["input_ids"]
+    changed = ids.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 257
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def sees_all(q, k, v, **kwargs):
+        return original(q, k, v, **{**kwargs, "is_causal": False})
+
+    torch.nn.functional.scaled_dot_product_attention = sees_all
+    try:
+        assert not torch.equal(model(ids).logits[0, :7], model(changed).logits[0, :7])
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+
+
+def test_a_masked_document_is_as_if_it_stood_alone():
+    model = build_model(Config(model=MOE, precision="fp64"), "cpu")
+    ids = batch_of(batch=1, length=12)["input_ids"]
+    doc_ids = torch.tensor([[0] * 5 + [1] * 7])
+    position_ids = torch.tensor([[*range(5), *range(7)]])
+    packed = model(ids, position_ids, doc_ids).logits
+    alone = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
+    assert_same({"x": packed[..., :257]}, {"x": alone[..., :257]}, tolerance=1e-12)
+
+
+def test_padded_logits_are_minus_infinity_and_count_nowhere():
+    model = build_model(Config(model=DENSE, precision="fp64"), "cpu")
+    batch = batch_of()
+    logits = model(batch["input_ids"]).logits
+    assert logits.shape[-1] == 320 and (logits[..., 257:] == -torch.inf).all()
+    sums = token_sums(model, batch)
+    reference = torch.nn.functional.cross_entropy(
+        logits[..., :257].flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+    assert sums.nll.item() == pytest.approx(reference.item(), rel=1e-13)
+    sums.total.backward()
+    assert all((model.get_parameter(n).grad[257:] == 0).all() for n in model.vocab_parameters)
+
+
+def test_the_start_depends_on_seed_and_name_alone():
+    small = build_model(Config(model=DENSE), "cpu")
+    deeper = build_model(Config(model=replace(DENSE, num_hidden_layers=4)), "cpu")
+    wanted = dict(named_state(small))
+    found = {name: tensor for name, tensor in named_state(deeper) if name in wanted}
+    assert_same(found, wanted, tolerance=0)
+    other = dict(named_state(build_model(Config(model=DENSE, seed=1), "cpu")))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(other[name], wanted[name])
+
+
+def test_every_expert_has_its_own_generator():
+    state = dict(named_state(build_model(Config(model=MOE), "cpu")))
+    name = "model.layers.1.mlp.experts.up_proj.weight"
+    third = torch.empty(176, 128).normal_(0, 0.02, generator=generator_for(0, f"{name}#3"))
+    assert torch.equal(state[name][3], third)
+    wider = build_model(Config(model=replace(MOE, num_experts=8)), "cpu")
+    assert torch.equal(dict(named_state(wider))[name][:4], state[name])
+
+
+def test_tied_weights_are_one_parameter():
+    model = build_model(Config(model=replace(DENSE, tie_word_embeddings=True)), "cpu")
+    names = [name for name, _ in named_state(model)]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    untied, _ = count_parameters(build_model(Config(model=DENSE), "cpu"))
+    assert count_parameters(model)[0] == untied - 257 * 128
+
+
+def test_ignored_labels_count_nowhere_and_all_ignored_is_zero():
+    model = build_model(Config(model=MOE, precision="fp64"), "cpu")
+    batch = batch_of()
+    batch["labels"][:, 10:] = -100
+    sums = token_sums(model, batch)
+    assert sums.count.item() == 20
+    logits = model(batch["input_ids"]).logits[:, :10, :257]
+    wanted = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, :10].flatten(), reduction="sum"
+    )
+    assert sums.nll.item() == pytest.approx(wanted.item(), rel=1e-13)
+    batch["labels"][:] = -100
+    assert token_sums(model, batch).total.item() == 0.0 and mean_loss(model, batch).item() == 0.0
+
+
+def test_the_first_loss_is_near_log_vocabulary():
+    model = build_model(Config(model=MOE), "cpu")
+    assert abs(mean_loss(model, batch_of()).item() - 0.04 - 5.549) < 0.1
+
+
+def test_a_shared_expert_is_added_to_every_token():
+    config = replace(MOE, shared_expert_intermediate_size=32, num_hidden_layers=1)
+    with_shared = build_model(Config(model=config, precision="fp64"), "cpu")
+    ids = batch_of()["input_ids"]
+    before = with_shared(ids).logits
+    with torch.no_grad():
+        with_shared.model.layers["0"].mlp.shared_experts.down_proj.weight.zero_()
+    without = build_model(
+        Config(model=replace(config, shared_expert_intermediate_size=0), precision="fp64"), "cpu"
+    )
+    assert_same(
+        {"x": with_shared(ids).logits[..., :257]}, {"x": without(ids).logits[..., :257]},
+        tolerance=1e-13,
+    )  # fmt: skip
+    assert not torch.equal(before, with_shared(ids).logits)
+
+
+def test_leading_blocks_can_stay_dense():
+    model = build_model(Config(model=replace(MOE, first_k_dense_replace=1)), "cpu")
+    kinds = [hasattr(block.mlp, "experts") for block in model.layers.values()]
+    assert kinds == [False, True, True, True]
+
+
+def test_the_config_survives_a_checkpoint_manifest():
+    from dataclasses import asdict
+
+    assert ModelConfig(**json.loads(json.dumps(asdict(MOE)))) == MOE
