@@ -1,13 +1,23 @@
 """Every setting of a run: dataclasses with a sentence under each field.
 
-Composition, checks and the command line (`python -m curry_train.config`) follow below the schema.
-Nothing here imports torch, so `--help` and `check` answer at once.
+rules.py says what must hold for the values, compose.py makes a Config from a command line and
+command_line.py talks to people (`python -m curry_train.config check`, `--help`).
+None of the four imports torch, so they answer at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from curry_train.rules import problems as problems
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,7 @@ class ModelConfig:
     architecture: str = "decoder"
     """Key of curry_train.models.MODELS."""
     vocab_size: int = 257
-    """Token ids the model can predict; may exceed the tokenizer's. Padded to a multiple of 64 inside."""
+    """Token ids the model can predict, the tokenizer's or more; inside a multiple of 64."""
     hidden_size: int = 128
     """Width of the residual stream."""
     intermediate_size: int = 352
@@ -71,7 +81,7 @@ class DataConfig:
     dataset: str = "embedded"
     """Key of curry_train.data.DATASETS; ignored when input is given."""
     input: str | None = None
-    """A text file, a folder of them, or a folder made by curry_train.data.prepare; null uses dataset."""
+    """A text file, a folder of them, or one made by curry_train.data.prepare; null: see dataset."""
     tokenizer: str = "byte"
     """byte, bpe (trained on the training split), or the path of a tokenizer.json."""
     bpe_vocab_size: int = 1024
@@ -85,7 +95,7 @@ class DataConfig:
     global_batch_size: int = 8
     """Samples in one optimizer step over all ranks."""
     micro_batch_size: int | str = "auto"
-    """Samples in one forward pass of one rank; auto takes the largest that fills the local batch."""
+    """Samples in one forward pass of one rank; auto: all it has, or 2*pp parts with a pipeline."""
     document_mask: bool = False
     """Attention stays inside a document; position ids restart with it."""
 
@@ -133,7 +143,7 @@ class ParallelConfig:
     ep: int = 1
     """Ranks that share the experts; divides dp_shard*cp*tp and is no factor of the world."""
     zero: int = 0
-    """What dp_shard ranks divide among them: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
+    """What dp_shard ranks divide: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ class RunConfig:
     comm_timeout: float = 600.0
     """Seconds a collective may wait before the run ends."""
     max_nonfinite: int = 3
-    """Steps in a row with a non-finite loss or gradient before the run is aborted; 0 never aborts."""
+    """Steps in a row with a non-finite loss or gradient that abort the run; 0 never aborts."""
     sample_tokens: int = 200
     """Tokens of sampled text at the end; 0 samples none."""
     sample_prompt: str = ""
@@ -185,7 +195,7 @@ class Config:
     seed: int = 0
     """Seed of every source of randomness."""
     devices: int | str = "auto"
-    """Processes on this machine when train.py starts them itself; auto: every GPU, else one process."""
+    """Processes when train.py starts them itself; auto: one for each GPU, else one."""
     accelerator: str = "auto"
     """auto (cuda when there is one, else cpu), cpu, cuda or mps."""
     precision: str = "fp32"
@@ -200,3 +210,82 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; `problems` says why, one sentence each."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(
+            "\n".join([f"{count} in the configuration:", *(f"  {p}" for p in problems)])
+        )
+
+
+def load_config(argv: Sequence[str], *, project: Path | None = None) -> Config:
+    """Compose the files of `<project>/configs` with the words of a command line.
+
+    project: a folder with a train.py; by default the one this package lies in.
+    Raises: ConfigError with every problem found, never only the first.
+    """
+    from curry_train.compose import compose  # Hydra loads here, not for users of the schema alone
+
+    return compose(argv, project=project or Path(__file__).resolve().parents[1])
+
+
+def model_schema(architecture: str) -> type:
+    """Return the dataclass of the `model` group: ModelConfig, or the Config of another model class.
+
+    Raises: KeyError for a name that curry_train.models.MODELS lacks.
+    """
+    if architecture == "decoder":
+        return ModelConfig
+    from curry_train.models import MODELS
+
+    module, _, name = MODELS[architecture].partition(":")
+    return getattr(import_module(module), name).Config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return nested plain values, as config.yaml of a run folder holds them."""
+    return asdict(config)
+
+
+def config_hash(config: Config) -> str:
+    """Return the sha256 of what decides the numbers of a run: not where, how long or on what."""
+    tree = to_dict(config)
+    for name in ("run", "tracking", "devices", "dry_run"):
+        del tree[name]
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def planned_world(config: Config) -> int | None:
+    """Count the processes of the run; None where only the launch can tell (GPUs, srun)."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if "SLURM_NTASKS" in os.environ:
+        return None
+    if isinstance(config.devices, int):
+        return config.devices
+    return 1 if config.accelerator == "cpu" else None
+
+
+def resolve_micro_batch(config: Config, batch_world: int) -> int:
+    """Return the samples of one forward pass when batch_world ranks share each global batch.
+
+    auto: the whole local batch; with pp stages the largest size that makes 2*pp micro-batches.
+    """
+    size = config.data.micro_batch_size
+    if isinstance(size, int):
+        return size
+    local = config.data.global_batch_size // batch_world
+    wanted = 2 * config.parallel.pp if config.parallel.pp > 1 else 1
+    fitting = (n for n in range(local, 1, -1) if local % n == 0 and local // n >= wanted)
+    return next(fitting, 1)
+
+
+if __name__ == "__main__":
+    from curry_train.command_line import main
+
+    sys.exit(main(sys.argv[1:]))

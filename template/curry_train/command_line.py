@@ -1,0 +1,135 @@
+"""What the configuration says to people: help, check, show, and the end of a bad command line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+
+import yaml
+
+from curry_train.compose import GROUPS, Schema, options
+from curry_train.config import (
+    Config,
+    ConfigError,
+    config_hash,
+    load_config,
+    planned_world,
+    resolve_micro_batch,
+    to_dict,
+)
+from curry_train.parallel.dims import batch_world, resolve
+from curry_train.rules import shown
+
+USAGE = """\
+usage: python train.py [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Start training
+  python train.py                                        one process
+  python train.py devices=2                              two processes on this machine
+  fabric run --devices=2 train.py KEY=VALUE ...          the same; a second one at the same time
+                                                         needs --main-port=29401, say
+  torchrun --nproc_per_node=2 train.py KEY=VALUE ...     the same
+
+Look before training
+  python -m curry_train.config check KEY=VALUE ...       every mistake at once; exit code 0 or 2
+  python -m curry_train.config show KEY=VALUE ...        all values as YAML (--json: as JSON)
+  python train.py dry_run=true KEY=VALUE ...             size, memory and mesh of the run
+"""
+
+
+def load_or_exit(argv: Sequence[str], *, project: Path | None = None) -> Config:
+    """Return the Config of a command line, or end the process: 0 after --help, 2 after problems.
+
+    Of several ranks only the first prints.
+    """
+    try:
+        if {"-h", "--help"} & set(argv):
+            _print_once(help_text(project), sys.stdout)
+            sys.exit(0)
+        return load_config(argv, project=project)
+    except ConfigError as error:
+        _print_once(f"{error}\nall settings: python train.py --help", sys.stderr)
+        sys.exit(2)
+
+
+def help_text(project: Path | None = None) -> str:
+    """Write the launch ways, the groups with their options, and every key with its meaning."""
+    project = project or Path(__file__).resolve().parents[1]
+    try:
+        config = load_config([], project=project)
+    except ConfigError:
+        config = Config()  # help is for those whose files are broken, too
+    lines = [USAGE, "Groups (GROUP=OPTION takes configs/GROUP/OPTION.yaml)"]
+    for group in GROUPS:
+        lines.append(f"  {group:<12}{', '.join(options(project, group))}")
+    lines += [
+        "",
+        "Settings (KEY=VALUE; null means none), each with the value it has unless you set it",
+    ]
+    sentences = _sentences(Config)
+    for section, cls in Schema(type(config.model)).sections().items():
+        sentences |= {f"{section}.{name}": text for name, text in _sentences(cls).items()}
+    for key in Schema(type(config.model)).types():
+        value = reduce(getattr, key.split("."), config)
+        lines.append(f"  {key}={shown(value)}")
+        lines += textwrap.wrap(
+            sentences[key], 92, initial_indent="      ", subsequent_indent="      "
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `check` or `show`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m curry_train.config",
+        description="Look at a configuration without training.",
+        epilog="`python train.py --help` lists every setting.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("verb", choices=("check", "show"), help="tell mistakes, or print values")
+    parser.add_argument("--json", action="store_true", help="show: JSON instead of YAML")
+    args, settings = parser.parse_known_args(argv)
+    config = load_or_exit(settings)
+    if args.verb == "check":
+        print(f"ok: {_summary(config)}, config_hash {config_hash(config)}")
+    elif args.json:
+        print(json.dumps(to_dict(config), indent=2))
+    else:
+        print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def _summary(config: Config) -> str:
+    data = config.data
+    tokens = f"{data.global_batch_size * data.seq_len} tokens a step"
+    world = planned_world(config)
+    if world is None:
+        return tokens
+    size = resolve_micro_batch(config, batch_world(resolve(config.parallel, world)))
+    return f"{tokens}, {world} process{'es' * (world > 1)} with micro-batches of {size}"
+
+
+def _sentences(cls: type) -> dict[str, str]:
+    """Return field -> the sentence under it in the source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            found[field.target.id] = inspect.cleandoc(str(after.value.value)) if is_text else ""
+    return found
+
+
+def _print_once(text: str, stream) -> None:
+    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    if next((rank for rank in ranks if rank is not None), "0") == "0":
+        print(text, file=stream, flush=True)
