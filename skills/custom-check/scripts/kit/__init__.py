@@ -1,0 +1,13 @@
+"""What every skill script shares. Nothing here imports torch at import time.
+
+cli          flags, the order of a run, exit codes
+interpreter  re-execution under a python that has torch
+target       a project through its seam, or FILE.py:FUNCTION, as one small object
+user_code    imports and calls code that is not ours; errors name its last frame
+batches      move a batch of any shape, count its targets
+state        everything a check may change is put back, bit for bit
+report       checks, verdict, report.json, the short text, the ledger
+job          the run's folder: lock, state.json, progress, detach, status, wait
+check_ids    the table of check ids
+errors       the one exception for bad input
+"""
