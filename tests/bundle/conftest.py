@@ -162,7 +162,7 @@ FILES = {
     "template/curry_train/layers/__init__.py": '"""Layers."""\n',
     "template/curry_train/layers/norm.py": NORM,
     "template/curry_train/parallel/__init__.py": '"""Parallel."""\n',
-    "template/curry_train/parallel/dims.py": '"""Sizes of the mesh."""\n\nimport math\n\nmath.inf\n',
+    "template/curry_train/parallel/dims.py": '"""Sizes."""\n\nimport math\n\nmath.inf\n',
 }
 
 

@@ -126,7 +126,9 @@ def budgets(root: Path) -> list[str]:
     for path in _shipped(root):
         name = relative(root, path)
         if _lines(path) >= FILE_LINES:
-            problems.append(f"{name}: has {_lines(path)} lines; fewer than {FILE_LINES} are allowed")
+            problems.append(
+                f"{name}: has {_lines(path)} lines; fewer than {FILE_LINES} are allowed"
+            )
         limit = KERNEL_LINES if f"{PACKAGE}/kernels/" in name else FUNCTION_LINES
         for node in _functions(_parse(path)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -216,7 +218,9 @@ def imports(root: Path) -> list[str]:
             top = dotted.split(".")[0]
             submodule = dotted.startswith(LAZY_SUBMODULES) and not inside.startswith(LAZY_EXEMPT)
             if top in LAZY or submodule:
-                problems.append(f"{name}:{line}: imports {dotted} at import; do it where it is used")
+                problems.append(
+                    f"{name}:{line}: imports {dotted} at import; do it where it is used"
+                )
             if top == "torch" and inside in NO_TORCH_AT_IMPORT:
                 problems.append(f"{name}:{line}: imports torch at import; it must answer without")
     return sorted(set(problems))

@@ -131,7 +131,9 @@ def names(root: Path) -> list[str]:
     own = {page.path.parent.name for page in skills(root)}
     both = own & {page.path.stem for page in commands(root)}
     problems = [f"skills/{name}: a command has the same name and hides it" for name in sorted(both)]
-    problems += [f"skills/{name}: is a built-in name of a client" for name in sorted(own & BUILT_IN)]
+    problems += [
+        f"skills/{name}: is a built-in name of a client" for name in sorted(own & BUILT_IN)
+    ]
     return problems
 
 
@@ -257,7 +259,9 @@ def versions(root: Path) -> list[str]:
         text = (root / name).read_text() if (root / name).exists() else ""
         project = re.search(r"^\[project\]\n(.*?)(?=^\[|\Z)", text, re.DOTALL | re.MULTILINE)
         if project or name.startswith("template"):
-            line = re.search(r'^version = "(.*)"', project.group(1) if project else "", re.MULTILINE)
+            line = re.search(
+                r'^version = "(.*)"', project.group(1) if project else "", re.MULTILINE
+            )
             found[name] = line.group(1) if line else None
     if len(set(found.values())) == 1 and None not in found.values():
         return []

@@ -27,8 +27,8 @@ OUTSIDE = set(
     "XDG_CACHE_HOME LOCAL_WORLD_SIZE WORLD_SIZE".split()
 )
 """Variables of clients, launchers and shells."""
-OUTSIDE_FILES = {"tokenizer.json", ".gitignore"}
-"""Files that users bring."""
+OUTSIDE_FILES = {"tokenizer.json", ".gitignore", "CLAUDE.md", "book.txt"}
+"""Files that users bring, or must not."""
 
 
 @functools.cache
@@ -272,6 +272,8 @@ class Document:
         """A path exists in the tree, or each of its names stands in the code that makes it."""
         token = token.replace("${CLAUDE_SKILL_DIR}/", "").replace("${CLAUDE_PLUGIN_ROOT}/", "")
         path = token.rstrip("/").removeprefix("./")
+        if path.startswith("../"):
+            return
         if any(base.joinpath(path).exists() for base in self.bases) or path in OUTSIDE_FILES:
             return
         if "*" in path:

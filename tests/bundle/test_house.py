@@ -36,7 +36,9 @@ def test_train_reaches_the_parts_of_the_loop():
     assert {"train.py", "config.py", "launch.py", "step.py", "decoder.py", "dcp.py"} <= names
 
 
-@pytest.mark.parametrize("module", ["curry_train", "curry_train.config", "curry_train.parallel.dims"])
+@pytest.mark.parametrize(
+    "module", ["curry_train", "curry_train.config", "curry_train.parallel.dims"]
+)
 def test_the_module_imports_no_torch(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run(
@@ -65,7 +67,9 @@ def long_package(planted):
 def long_reach(planted):
     for number in range(19):
         planted.write(f"{PACKAGE}/part{number}.py", "x = 1\n" * 440)
-        planted.append(RUNTIME, f"\n\ndef use{number}() -> None:\n    import curry_train.part{number}\n")
+        planted.append(
+            RUNTIME, f"\n\ndef use{number}() -> None:\n    import curry_train.part{number}\n"
+        )
 
 
 def function(lines):
@@ -84,11 +88,19 @@ FAULTS = [
     ("file_names", write(f"{PACKAGE}/utils.py", "x = 1\n"), "utils.py: the name says nothing"),
     ("file_names", append(NORM, "\n\nclass NormHelper:\n    pass\n"), "NormHelper"),
     ("file_names", append(SCRIPT, "\n\nclass RunManager:\n    pass\n"), "RunManager"),
-    ("imports", append(RUNTIME, "\n\ndef f() -> None:\n    import lightning_fabric\n"), "launch.py"),
+    (
+        "imports",
+        append(RUNTIME, "\n\ndef f() -> None:\n    import lightning_fabric\n"),
+        "launch.py",
+    ),
     ("imports", write(f"{PACKAGE}/launch.py", "import lightning_fabric\n"), "at import"),
     ("imports", append(DIMS, "\n\ndef f() -> None:\n    import torch\n"), "at any level"),
     ("imports", append(DIMS, "\n\ndef f() -> None:\n    from torch import nn\n"), "at any level"),
-    ("imports", append(CONFIG, "\ntry:\n    import torch\nexcept ImportError:\n    pass\n"), "torch"),
+    (
+        "imports",
+        append(CONFIG, "\ntry:\n    import torch\nexcept ImportError:\n    pass\n"),
+        "torch",
+    ),
     ("imports", append(RUNTIME, "\nimport scipy.stats\n"), "scipy"),
     ("imports", append(RUNTIME, "\nfrom torch.distributed import checkpoint\n"), "checkpoint"),
     ("imports", append(RUNTIME, "\nfrom curry_train.checkpoint import dcp\n"), "checkpoint.dcp"),
@@ -119,9 +131,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "fault", "words"), FAULTS, ids=[f"{n}-{w}" for n, _, w in FAULTS]
-)
+@pytest.mark.parametrize(("name", "fault", "words"), FAULTS, ids=[f"{n}-{w}" for n, _, w in FAULTS])
 def test_a_planted_fault_is_named(name, fault, words, planted):
     lint = next(lint for lint in LINTS if lint.__name__ == name)
     fault(planted)
@@ -129,7 +139,9 @@ def test_a_planted_fault_is_named(name, fault, words, planted):
     assert any(words in problem for problem in problems), problems
 
 
-@pytest.mark.parametrize("text", ["x: Tensor = model.eval()", "torch.utils.checkpoint.checkpoint(f)"])
+@pytest.mark.parametrize(
+    "text", ["x: Tensor = model.eval()", "torch.utils.checkpoint.checkpoint(f)"]
+)
 def test_harmless_calls_are_not_named(text, planted):
     planted.append(RUNTIME, f"\n{text}\n")
     assert lint_house.safety(planted.root) == []

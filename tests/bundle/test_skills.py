@@ -123,9 +123,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "fault", "words"), FAULTS, ids=[f"{n}-{w}" for n, _, w in FAULTS]
-)
+@pytest.mark.parametrize(("name", "fault", "words"), FAULTS, ids=[f"{n}-{w}" for n, _, w in FAULTS])
 def test_a_planted_fault_is_named(name, fault, words, planted):
     lint = next(lint for lint in LINTS if lint.__name__ == name)
     fault(planted)
