@@ -39,6 +39,7 @@ SUITES = {
     "template": "template/tests",
 }
 LOCKS = ["template/requirements.lock", "tests/requirements.lock"]
+WORKERS = 2
 SUITE_SECONDS = 30 * 60
 """A suite that takes longer hangs; it is ended and counted as one failure."""
 
@@ -148,7 +149,7 @@ def run_suite(suite: str, python: Path, options: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="curry-train-tests-") as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(python), "-m", "pytest", str(folder.relative_to(cwd)), "-q"]
-        command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup"]
+        command += ["-p", "no:cacheprovider", "-n", str(WORKERS), "--dist", "loadgroup"]
         command += [f"--junitxml={report}"]
         command += [f"--basetemp={scratch}/tmp", *(["-k", options.k] if options.k else [])]
         process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True)

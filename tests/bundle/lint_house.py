@@ -203,7 +203,7 @@ def file_names(root: Path) -> list[str]:
 
 
 def imports(root: Path) -> list[str]:
-    """Heavy packages are imported where used only, Lightning in launch.py only, torch not in dims."""
+    """Heavy packages are imported where used, Lightning in launch.py only, torch not in dims."""
     problems = []
     for path in python_files(root, PACKAGE, *ENTRY):
         name = relative(root, path)
@@ -218,9 +218,7 @@ def imports(root: Path) -> list[str]:
             top = dotted.split(".")[0]
             submodule = dotted.startswith(LAZY_SUBMODULES) and not inside.startswith(LAZY_EXEMPT)
             if top in LAZY or submodule:
-                problems.append(
-                    f"{name}:{line}: imports {dotted} at import; do it where it is used"
-                )
+                problems.append(f"{name}:{line}: imports {dotted} at import, not where it is used")
             if top == "torch" and inside in NO_TORCH_AT_IMPORT:
                 problems.append(f"{name}:{line}: imports torch at import; it must answer without")
     return sorted(set(problems))

@@ -131,10 +131,8 @@ def names(root: Path) -> list[str]:
     own = {page.path.parent.name for page in skills(root)}
     both = own & {page.path.stem for page in commands(root)}
     problems = [f"skills/{name}: a command has the same name and hides it" for name in sorted(both)]
-    problems += [
-        f"skills/{name}: is a built-in name of a client" for name in sorted(own & BUILT_IN)
-    ]
-    return problems
+    taken = sorted(own & BUILT_IN)
+    return problems + [f"skills/{name}: is a built-in name of a client" for name in taken]
 
 
 def _sections(body: str) -> list[str]:

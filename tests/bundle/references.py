@@ -120,7 +120,7 @@ class Document:
         text = self.path.read_text(encoding="utf-8")
         plain = re.sub(r"^```(\w*)\n(.*?)^```", "", text, flags=re.DOTALL | re.MULTILINE)
         spans = re.findall(r"`([^`\n]+)`", plain)
-        calls = [line for line in _shell_lines(text)] + [s for s in spans if _is_command(s)]
+        calls = [*_shell_lines(text), *(span for span in spans if _is_command(span))]
         for line in calls:
             self.command(line)
         for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):

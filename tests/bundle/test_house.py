@@ -51,6 +51,10 @@ def append(name, text):
     return lambda planted: planted.append(name, text)
 
 
+def inside(name, statement):
+    return append(name, f"\n\ndef f() -> None:\n    {statement}\n")
+
+
 def edit(name, old, new):
     return lambda planted: planted.edit(name, old, new)
 
@@ -90,12 +94,12 @@ FAULTS = [
     ("file_names", append(SCRIPT, "\n\nclass RunManager:\n    pass\n"), "RunManager"),
     (
         "imports",
-        append(RUNTIME, "\n\ndef f() -> None:\n    import lightning_fabric\n"),
+        inside(RUNTIME, "import lightning_fabric"),
         "launch.py",
     ),
     ("imports", write(f"{PACKAGE}/launch.py", "import lightning_fabric\n"), "at import"),
-    ("imports", append(DIMS, "\n\ndef f() -> None:\n    import torch\n"), "at any level"),
-    ("imports", append(DIMS, "\n\ndef f() -> None:\n    from torch import nn\n"), "at any level"),
+    ("imports", inside(DIMS, "import torch"), "at any level"),
+    ("imports", inside(DIMS, "from torch import nn"), "at any level"),
     (
         "imports",
         append(CONFIG, "\ntry:\n    import torch\nexcept ImportError:\n    pass\n"),
@@ -117,7 +121,7 @@ FAULTS = [
     ("docstrings", append(DIMS, "\n\ndef sizes() -> None:\n    pass\n"), "sizes has no docstring"),
     ("annotations", edit(NORM, "factor: float", "factor"), "leaves factor without a type"),
     ("safety", append(RUNTIME, "\nimport pickle\n"), "imports pickle"),
-    ("safety", append(RUNTIME, "\n\ndef f() -> None:\n    from pickle import load\n"), "pickle"),
+    ("safety", inside(RUNTIME, "from pickle import load"), "pickle"),
     ("safety", append(RUNTIME, '\neval("1")\n'), "calls eval"),
     ("safety", append(SCRIPT, '\nexec("1")\n'), "calls exec"),
     ("safety", append(RUNTIME, '\nimport torch\n\ntorch.load("x")\n'), "calls torch.load"),

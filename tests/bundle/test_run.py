@@ -42,6 +42,7 @@ def test_hangs(): time.sleep(100)
 def suite(tmp_path, monkeypatch):
     """Return a function that runs one test file as the suite `bundle` of a small repository."""
     monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "WORKERS", 0)
     folder = tmp_path / "tests" / "bundle"
 
     def start(text: str, *arguments: str) -> run.Outcome:

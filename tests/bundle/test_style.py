@@ -29,7 +29,7 @@ def test_ruff_finds_nothing(check):
 def test_the_settings_are_those_of_the_repository(tmp_path):
     """A line of 101 characters and an unused import are found with the root's settings."""
     bad = tmp_path / "bad.py"
-    bad.write_text("import os\n" + "#" * 101 + "\n")
+    bad.write_text("import os\n" + "# " + "word " * 20 + "\n")
     done = ruff("check", "--config", str(ROOT / "pyproject.toml"), str(bad))
     assert "E501" in done.stdout
     assert "F401" in done.stdout
