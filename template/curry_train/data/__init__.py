@@ -42,7 +42,8 @@ def open_corpus(data: DataConfig, *, cache_dir: Path | None) -> Corpus:
         token_file.check_tokenizer(corpus, data)
     else:
         corpus = token_file.read_corpus(prepare.prepare_configured(data, cache_dir=cache_dir))
-    token_file.check_windows(corpus, data.seq_len)
+    token_file.check_windows(corpus.train, data.seq_len, "training")
+    token_file.check_windows(corpus.val, data.seq_len, "validation")
     return corpus
 
 

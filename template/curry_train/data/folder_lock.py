@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -49,6 +50,13 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a locked folder; it is renamed first, since a waiting process may write into it."""
+    trash = folder.with_name(f"{folder.name}.{os.getpid()}.trash")
+    os.replace(folder, trash)
+    shutil.rmtree(trash)
 
 
 def sync_folder(folder: Path) -> None:

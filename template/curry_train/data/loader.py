@@ -49,7 +49,7 @@ class Loader:
         batch_world: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_windows(corpus, data.seq_len)
+        check_windows(corpus.train, data.seq_len, "training")
         if data.global_batch_size % (batch_world * micro_batch_size):
             raise ValueError(
                 f"data.global_batch_size={data.global_batch_size} does not divide into "
@@ -194,15 +194,19 @@ def _documents(
     """
     ends = stream.document_ends
     first = np.searchsorted(ends, starts, side="right")
-    last = np.searchsorted(ends, starts + length, side="left")
-    begins = np.zeros((len(starts), length), dtype=np.int64)
-    for row, start in enumerate(starts):
-        begins[row, ends[first[row] : last[row]] - start] = 1
-    doc_ids = first[:, None] + np.cumsum(begins, axis=1)
-    places = np.arange(length)
-    positions = places - np.maximum.accumulate(begins * places, axis=1)
-    doc_ids[starts[:, None] + places >= stream.tokens] = -1
-    return doc_ids, positions
+    stretches = np.searchsorted(ends, starts + length, side="left") - first + 1
+    row = np.repeat(np.arange(len(starts)), stretches)
+    offset = np.arange(len(row)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
+    document = first[row] + offset
+    begin = row * length  # in the flattened batch
+    inner = offset > 0
+    begin[inner] += ends[document[inner] - 1] - starts[row[inner]]
+    sizes = np.diff(begin, append=len(starts) * length)
+    doc_ids = np.repeat(document, sizes).reshape(len(starts), length)
+    positions = np.arange(len(starts) * length) - np.repeat(begin, sizes)
+    for late in np.flatnonzero(starts + length > stream.tokens):
+        doc_ids[late, max(0, stream.tokens - int(starts[late])) :] = -1
+    return doc_ids, positions.reshape(len(starts), length)
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

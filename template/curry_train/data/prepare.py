@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curry_train.data import DATASETS, DataError, shard_writer, splits, token_file, tokenizer
-from curry_train.data.folder_lock import locked, sync_folder
+from curry_train.data.folder_lock import locked, remove_folder, sync_folder
 from curry_train.data.part_pool import PartPool, WorkerDied
 from curry_train.data.sources import Part, Source, find_source, plan_parts, read_documents
 
@@ -127,11 +127,11 @@ def prepare(
                 except WorkerDied:
                     raise
                 except DataError:  # the input has to change, and with it all that was done
-                    shutil.rmtree(partial)
+                    remove_folder(partial)
                     raise
                 os.replace(partial / "corpus", out)
                 sync_folder(out.parent)
-            shutil.rmtree(partial)
+            remove_folder(partial)
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror or error}") from None
     return out

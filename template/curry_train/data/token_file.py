@@ -230,15 +230,14 @@ def check_tokenizer(corpus: Corpus, data: DataConfig) -> None:
         )
 
 
-def check_windows(corpus: Corpus, seq_len: int) -> None:
-    """Refuse a corpus without one full window of training or validation. Raises: DataError."""
-    for name, stream in (("training", corpus.train), ("validation", corpus.val)):
-        if stream.tokens < seq_len:
-            raise DataError(
-                f"the {name} split holds {stream.tokens} tokens, fewer than one window of "
-                f"data.seq_len={seq_len}; give more text, set a smaller data.seq_len or another "
-                "data.val_fraction"
-            )
+def check_windows(stream: TokenStream, seq_len: int, split: str) -> None:
+    """Refuse a split without one full window. Raises: DataError."""
+    if stream.tokens < seq_len:
+        raise DataError(
+            f"the {split} split holds {stream.tokens} tokens, fewer than one window of "
+            f"data.seq_len={seq_len}; give more text, set a smaller data.seq_len or another "
+            "data.val_fraction"
+        )
 
 
 def _check_file(path: Path, size: int, sha256: str | None) -> None:
