@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -52,11 +53,11 @@ def load_or_exit(argv: Sequence[str], *, project: Path | None = None) -> Config:
     """
     try:
         if {"-h", "--help"} & set(argv):
-            _print_once(help_text(project), sys.stdout)
+            print_once(help_text(project), sys.stdout)
             sys.exit(0)
         return load_config(argv, project=project)
     except ConfigError as error:
-        _print_once(f"{error}\nall settings: python train.py --help", sys.stderr)
+        print_once(str(error), sys.stderr)
         sys.exit(2)
 
 
@@ -81,7 +82,7 @@ def help_text(project: Path | None = None) -> str:
         value = reduce(getattr, key.split("."), config)
         lines.append(f"  {key}={shown(value)}")
         lines += textwrap.wrap(
-            sentences[key], 92, initial_indent="      ", subsequent_indent="      "
+            sentences.get(key, ""), 92, initial_indent="      ", subsequent_indent="      "
         )
     return "\n".join(lines)
 
@@ -123,13 +124,14 @@ def _sentences(cls: type) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef)
     found = {}
     for field, after in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            found[field.target.id] = inspect.cleandoc(str(after.value.value)) if is_text else ""
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
     return found
 
 
-def _print_once(text: str, stream) -> None:
+def print_once(text: str, stream: TextIO) -> None:
+    """Print on the first rank only, before any process group exists to ask."""
     ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     if next((rank for rank in ranks if rank is not None), "0") == "0":
         print(text, file=stream, flush=True)

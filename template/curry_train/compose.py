@@ -75,8 +75,8 @@ class Schema:
     def sections(self) -> dict[str, type]:
         """Return group -> dataclass."""
         hints = typing.get_type_hints(Config)
-        found = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-        return {**found, "model": self.model}
+        groups = [name for name in hints if name in GROUPS]
+        return {**{name: hints[name] for name in groups}, "model": self.model}
 
     def defaults(self) -> dict[str, Any]:
         """Return dotted key -> default, for the fields that have one."""

@@ -217,10 +217,11 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[str]):
         self.problems = problems
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(
-            "\n".join([f"{count} in the configuration:", *(f"  {p}" for p in problems)])
-        )
+        if len(problems) == 1:
+            super().__init__(f"configuration: {problems[0]}")
+        else:
+            head = f"configuration: {len(problems)} problems"
+            super().__init__("\n".join([head, *(f"  {problem}" for problem in problems)]))
 
 
 def load_config(argv: Sequence[str], *, project: Path | None = None) -> Config:

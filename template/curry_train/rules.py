@@ -7,7 +7,7 @@ always written `key=value`, so that a reader (and compose.py) can tell which one
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ AT_LEAST = {
         " optim.beta2 optim.max_grad_norm run.eval_every run.save_every run.keep run.max_nonfinite"
         " run.sample_tokens model.num_experts model.shared_expert_intermediate_size"
         " model.first_k_dense_replace model.router_aux_loss_coef model.router_z_loss_coef"
-    ).split(),
+    ),
     1: (
         "data.seq_len data.global_batch_size run.max_steps run.log_every parallel.pp"
         " parallel.dp_replicate parallel.cp parallel.tp parallel.ep model.vocab_size"
@@ -34,13 +34,13 @@ AT_LEAST = {
         " model.num_attention_heads model.num_key_value_heads model.head_dim"
         " model.max_position_embeddings model.sliding_window model.num_experts_per_tok"
         " model.moe_intermediate_size"
-    ).split(),
-    257: ["data.bpe_vocab_size"],  # 256 bytes and the end of a document
+    ),
+    257: "data.bpe_vocab_size",  # 256 bytes and the end of a document
 }
 ABOVE_ZERO = (
     "optim.lr optim.eps data.val_fraction run.stop_grace run.comm_timeout"
     " model.rope_theta model.rms_norm_eps model.initializer_range"
-).split()
+)
 BELOW = {"optim.beta1": 1, "optim.beta2": 1, "data.val_fraction": 1, "seed": 2**32}
 NAME = re.compile(r"[^\W_][\w.-]*")
 UNAVAILABLE = {
@@ -59,8 +59,9 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     found = [*_bounds(config), *_choices(config)]
     if config.model.architecture == "decoder":
         found += _decoder(config.model)
-    elif hasattr(config.model, "problems"):
-        found += config.model.problems()  # the Config of a model class may bring its own rules
+    else:
+        # The Config of another model class may bring rules of its own.
+        found += getattr(config.model, "problems", list)()
     return [*found, *_sequence(config), *_optim(config), *_mesh(config, world), *_places(config)]
 
 
@@ -80,7 +81,7 @@ def _value(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def _limited(config: Config, keys: list[str]) -> Iterator[tuple[str, Any]]:
+def _limited(config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for key in keys:
         if key.startswith("model.") and config.model.architecture != "decoder":
             continue
@@ -90,13 +91,13 @@ def _limited(config: Config, keys: list[str]) -> Iterator[tuple[str, Any]]:
 
 def _bounds(config: Config) -> Iterator[str]:
     for low, keys in AT_LEAST.items():
-        for key, value in _limited(config, keys):
+        for key, value in _limited(config, keys.split()):
             if not value >= low:
                 yield f"{key}={shown(value)}: must be at least {low}; set {key}={low} or more"
-    for key, value in _limited(config, ABOVE_ZERO):
+    for key, value in _limited(config, ABOVE_ZERO.split()):
         if not value > 0:
             yield f"{key}={shown(value)}: must be above 0"
-    for key, value in _limited(config, list(BELOW)):
+    for key, value in _limited(config, BELOW):
         if not value < BELOW[key]:
             yield f"{key}={shown(value)}: must be below {BELOW[key]}"
     for key in ("devices", "data.micro_batch_size"):
@@ -168,6 +169,8 @@ def _optim(config: Config) -> Iterator[str]:
 
 
 def _mesh(config: Config, world: int | None) -> Iterator[str]:
+    from curry_train.parallel.dims import AXES, batch_world, resolve
+
     parallel = config.parallel
     refused = [name for name in UNAVAILABLE if getattr(parallel, name) > 1]
     for name in refused:
@@ -179,14 +182,9 @@ def _mesh(config: Config, world: int | None) -> Iterator[str]:
     if parallel.zero != 0:
         reason = "not available in this version" if parallel.zero in (1, 2, 3) else "no such stage"
         yield f"parallel.zero={parallel.zero}: {reason}; set parallel.zero=0"
-    if (
-        refused
-        or parallel.dp_replicate < 1
-        or not (parallel.dp_shard == -1 or parallel.dp_shard > 0)
-    ):
+    sizes = [(axis, getattr(parallel, axis)) for axis in AXES]
+    if refused or any(size < 1 and (axis, size) != ("dp_shard", -1) for axis, size in sizes):
         return
-    from curry_train.parallel.dims import batch_world, resolve
-
     try:
         known = world or parallel.dp_replicate * max(parallel.dp_shard, 1)
         yield from _batch(config, batch_world(resolve(parallel, known)))

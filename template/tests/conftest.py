@@ -1,0 +1,53 @@
+"""What every test gets: a fixed seed, one thread, and no luck with uninitialised memory."""
+
+from __future__ import annotations
+
+import os
+
+# Read by OpenMP once, so it comes before torch is imported: test ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+FRESH = [
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same random numbers, whatever ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nan_filled_empty():
+    """Fill fresh tensors with NaN, so that a value read before it was written shows."""
+    with torch.device("meta"):
+        # The first use fixes which functions obey a device context; it must see the originals.
+        torch.empty(1)
+    patch = pytest.MonkeyPatch()
+    for owner, name in FRESH:
+        patch.setattr(owner, name, _filled(getattr(owner, name)))
+    yield
+    patch.undo()
+
+
+def _filled(original):
+    def empty(*args, **kwargs):
+        tensor = original(*args, **kwargs)
+        if tensor.is_floating_point() and tensor.device.type != "meta":
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return empty
