@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from curry_train.command_line import config_or_exit, refuse
+from curry_train.command_line import load_or_exit, print_once
 from curry_train.config import Config, ConfigError
+from curry_train.data import DataError
 from curry_train.launch import launch, prepare_environment, signal_name
 
 
@@ -29,7 +31,7 @@ def train(config: Config, argv: list[str]) -> int:
     from curry_train.tracking.abort import AbortRules
     from curry_train.tracking.progress import Progress
 
-    corpus = open_corpus(config.data, cache_dir=config.data.cache_dir)
+    corpus = open_corpus(config.data, cache_dir=Path(config.data.cache_dir))
     with launch(config, corpus, argv) as (mesh, run, signals):
         runtime = assemble(config, corpus, mesh)
         if run.checkpoint is not None:
@@ -94,18 +96,17 @@ def due(step: int, every: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    config = config_or_exit(argv)
+    config = load_or_exit(argv)
     prepare_environment(config)
-    if config.dry_run:
-        from curry_train.plan import print_plan
-
-        return print_plan(config)
-    from curry_train.data.token_file import DataError
-
     try:
+        if config.dry_run:
+            from curry_train.plan import print_plan
+
+            return print_plan(config)
         return train(config, argv)
     except (ConfigError, DataError) as error:
-        return refuse(error)
+        print_once(str(error), sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from curry_train.config import ConfigError
-from curry_train.data.token_file import DataError
+from curry_train.data import DataError
 from curry_train.plan import flops_per_token
 from curry_train.profiling import Spans, no_spans, peak_memory
 from curry_train.runtime import Runtime, build_runtime

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORED = -100
-Batch = dict[str, Tensor]
+from curry_train.data.loader import IGNORED, Batch
 
 
 class TokenSums(NamedTuple):

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import os
 
-from curry_train.config import Config, ConfigError, ModelConfig, problems, resolve_micro_batch
+from curry_train.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    planned_world,
+    problems,
+    resolve_micro_batch,
+)
 from curry_train.parallel import dims
 from curry_train.parallel.grads import BUCKET_ELEMENTS
 
@@ -120,12 +127,11 @@ def estimate(config: Config, world: int) -> dict[str, int]:
     }
 
 
-def planned_world(config: Config) -> int:
-    """Return the number of ranks the plan is for: the launcher's, else devices, else the mesh's."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    if config.devices != "auto":
-        return int(config.devices)
+def ranks_to_plan(config: Config) -> int:
+    """Return the number of ranks the plan is for: those of the launch, else what the mesh names."""
+    world = planned_world(config)
+    if world is not None:
+        return world
     sizes = {axis: getattr(config.parallel, axis) for axis in dims.AXES}
     return dims.world_size({**sizes, "dp_shard": max(sizes["dp_shard"], 1)})
 
@@ -137,7 +143,7 @@ def print_plan(config: Config) -> int:
     """
     from curry_train.models.protocol import build_model, count_parameters
 
-    world = planned_world(config)
+    world = ranks_to_plan(config)
     found = problems(config, world)
     if found:
         raise ConfigError(found)

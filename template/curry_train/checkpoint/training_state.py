@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 
 from curry_train.checkpoint import dcp
 from curry_train.config import Config, ModelConfig, config_hash
-from curry_train.data import tokenizer as tokenizers
+from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 from curry_train.models.protocol import build_model, named_state, saved_view
 from curry_train.optim import materialise_state
 from curry_train.runtime import Runtime
 from curry_train.tracking.run_folder import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+TOKENIZER = "tokenizer.json"
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -65,6 +67,13 @@ def set_rng(tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(tensors["rng.cuda"])
 
 
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files from which `load_tokenizer` makes the tokenizer again."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder) / TOKENIZER)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
 def save(runtime: Runtime, run: Run) -> Path:
     """Write a checkpoint of the current step and tell the journal; collective."""
     start = time.monotonic()
@@ -85,7 +94,7 @@ def save(runtime: Runtime, run: Run) -> Path:
             "mesh": runtime.mesh.sizes,
             "loss_scale": [runtime.loss_scale.value, runtime.loss_scale.good_steps],
         },
-        files={"tokenizer.json": runtime.corpus.tokenizer.to_json().encode()},
+        files=tokenizer_files(runtime.corpus.tokenizer),
         mesh=runtime.mesh,
         keep=runtime.config.run.keep,
     )
@@ -121,7 +130,7 @@ def load_weights(model: nn.Module, checkpoint: Path, *, mesh=None) -> dict[str, 
     return dcp.load(checkpoint, dict(named_state(model)), mesh=mesh, ignore=("optim.",))
 
 
-def load_for_inference(path: Path) -> tuple[nn.Module, Any, int]:
+def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
     """Return (model, tokenizer, seq_len) of a checkpoint folder or a run folder, on the CPU.
 
     Raises CheckpointError when there is no complete checkpoint.
@@ -135,5 +144,5 @@ def load_for_inference(path: Path) -> tuple[nn.Module, Any, int]:
     config = Config(model=ModelConfig(**manifest["model"]))
     model = build_model(config, "cpu")
     load_weights(model, checkpoint)
-    tokenizer = tokenizers.from_json((checkpoint / "tokenizer.json").read_text())
+    tokenizer = load_tokenizer(checkpoint / TOKENIZER)
     return model, tokenizer, manifest["seq_len"]

@@ -1,0 +1,103 @@
+"""What each launcher's environment means, before any process is started."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from curry_train import launch
+from curry_train.config import Config, ConfigError
+
+PROJECT = Path(__file__).resolve().parents[1]
+TORCHRUN = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "5", "LOCAL_RANK": "1"}
+FABRIC = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+
+
+def test_torchrun_is_told_its_local_world_or_every_rank_would_train_alone():
+    arguments = launch.fabric_arguments(Config(), TORCHRUN)
+    assert arguments == {"accelerator": "auto", "devices": 4, "num_nodes": 2}
+
+
+def test_fabric_run_has_decided_devices_and_maybe_the_accelerator():
+    assert launch.fabric_arguments(Config(), FABRIC) == {"accelerator": "auto"}
+    chosen = {**FABRIC, "LT_ACCELERATOR": "cpu"}
+    assert launch.fabric_arguments(Config(accelerator="cpu"), chosen) == {}
+
+
+def test_one_task_per_rank_under_srun():
+    env = {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
+    arguments = launch.fabric_arguments(Config(accelerator="cuda"), env)
+    assert arguments == {"accelerator": "cuda", "devices": 4, "num_nodes": 2}
+    assert launch.is_launched(env) and not launch.is_launched({"SLURM_NTASKS": "1"})
+
+
+def test_plain_python_starts_what_devices_says():
+    assert launch.fabric_arguments(Config(devices=2, accelerator="cpu"), {})["devices"] == 2
+    assert launch.fabric_arguments(Config(accelerator="cpu"), {})["devices"] == 1
+
+
+@pytest.mark.parametrize("env, command", [(TORCHRUN, "torchrun"), (FABRIC, "fabric run")])
+def test_devices_that_contradict_the_launcher_are_refused(env, command):
+    with pytest.raises(ConfigError, match=f"devices=3, but {command}"):
+        launch.fabric_arguments(Config(devices=3), env)
+
+
+def test_an_absent_accelerator_is_named():
+    with pytest.raises(ConfigError, match="accelerator=mps, but torch sees none"):
+        launch.pick_device("mps")
+
+
+@pytest.mark.parametrize(
+    "env, wanted",
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, "1"),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "7"}, "7"),
+        ({"LOCAL_WORLD_SIZE": "2", "LT_CLI_USED": "1", "OMP_NUM_THREADS": "cores"}, "1"),
+        ({"LOCAL_WORLD_SIZE": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_of_one_machine_get_one_thread_unless_the_user_says_otherwise(
+    monkeypatch, env, wanted
+):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "LT_CLI_USED", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    cores = str(len(os.sched_getaffinity(0)))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value.replace("cores", cores))
+    launch.prepare_environment(Config())
+    assert os.environ.get("OMP_NUM_THREADS") == wanted
+    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+
+
+def test_spin_count_of_the_user_stays(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    launch.prepare_environment(Config())
+    assert os.environ["GOMP_SPINCOUNT"] == "5"
+
+
+def test_a_second_interrupt_stops_at_once_and_a_first_is_remembered():
+    kept = {name: signal.getsignal(getattr(signal, name)) for name in launch.STOP_SIGNALS}
+    try:
+        signals = launch.StopSignals()
+        signal.raise_signal(signal.SIGINT)
+        assert launch.signal_name(signals.code) == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for name, handler in kept.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def test_the_environment_is_set_before_torch_is_imported():
+    code = (
+        "import sys, train; from curry_train.config import Config;"
+        "train.prepare_environment(Config()); print('torch' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "False"

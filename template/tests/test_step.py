@@ -1,0 +1,221 @@
+"""One optimizer step is the same for every split of its samples, and equals plain PyTorch."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from curry_train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from curry_train.loss import mean_loss
+from curry_train.models.protocol import build_model
+from curry_train.optim import LossScale, build_optimizer, lr_at
+from curry_train.parallel import grads
+from curry_train.parallel.mesh import Mesh
+from curry_train.runtime import Runtime
+from curry_train.step import train_step
+from curry_train.testing import assert_same, run_ranks
+
+CONFIG = Config(
+    precision="fp64",
+    model=ModelConfig(
+        vocab_size=50, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_experts=4, moe_intermediate_size=8, router_z_loss_coef=0.01,
+    ),
+    data=DataConfig(seq_len=12, global_batch_size=8),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.5),
+    run=RunConfig(max_steps=10),
+)  # fmt: skip
+
+
+class Samples:
+    """Eight fixed samples a step with unequal token counts, split over ranks and micro-batches."""
+
+    def __init__(self, *, rank=0, world=1, micro=8):
+        self.rank, self.world, self.micro, self.samples_consumed = rank, world, micro, 0
+
+    def next_step(self):
+        generator = torch.Generator().manual_seed(self.samples_consumed)
+        ids = torch.randint(0, 50, (8, 13), generator=generator)
+        labels = ids[:, 1:].clone()
+        for sample in range(8):
+            labels[sample, : (5 * sample) % 12] = -100
+        self.samples_consumed += 8
+        local = 8 // self.world
+        mine = slice(self.rank * local, (self.rank + 1) * local)
+        ids, labels = ids[mine, :-1], labels[mine]
+        return [
+            {"input_ids": ids[i : i + self.micro], "labels": labels[i : i + self.micro]}
+            for i in range(0, local, self.micro)
+        ]
+
+
+def runtime_for(batches, mesh=None, config=CONFIG):
+    model = build_model(config, "cpu")
+    mesh = mesh or Mesh.single()
+    return Runtime(
+        model, build_optimizer(model, config.optim), mean_loss, batches, mesh.device, mesh, config,
+        corpus=None, loss_scale=LossScale(config.precision),
+    )  # fmt: skip
+
+
+def three_steps(runtime):
+    outs = [train_step(runtime) for _ in range(3)]
+    losses = [[out.loss, out.aux_loss, out.z_loss, out.grad_norm] for out in outs]
+    weights = {n: p.detach().numpy().copy() for n, p in runtime.model.named_parameters()}
+    return losses, weights
+
+
+def compare(found, wanted, tolerance=1e-11):
+    assert np.allclose(found[0], wanted[0], rtol=1e-12, atol=0)
+    as_tensors = [{n: torch.from_numpy(w) for n, w in side[1].items()} for side in (found, wanted)]
+    assert_same(*as_tensors, tolerance=tolerance)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return three_steps(runtime_for(Samples()))
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation_changes_nothing(micro, reference):
+    compare(three_steps(runtime_for(Samples(micro=micro))), reference)
+
+
+def steps_on_rank(rank, world, micro):
+    group = dist.new_group()
+    sizes = {**Mesh.single().sizes, "dp_shard": world}
+    mesh = Mesh(rank, world, rank, torch.device("cpu"), sizes, {"world": group, "batch": group})
+    return three_steps(runtime_for(Samples(rank=rank, world=world, micro=micro), mesh))
+
+
+@pytest.mark.parametrize("world, micro", [(2, 4), (2, 1), (4, 2)])
+def test_ranks_with_unequal_token_counts_equal_one_process(world, micro, reference):
+    for found in run_ranks(steps_on_rank, world, micro):
+        compare(found, reference)
+
+
+def test_a_mean_of_means_would_be_seen(reference):
+    def mean_of_means(model, batch):
+        sums = token_sums(model, batch)
+        scale = 32.0 / sums.count
+        return sums._replace(nll=sums.nll * scale, aux=sums.aux * scale, z=sums.z * scale)
+
+    import curry_train.step as step
+
+    token_sums, step.token_sums = step.token_sums, mean_of_means
+    try:
+        with pytest.raises(AssertionError):
+            compare(three_steps(runtime_for(Samples(micro=4))), reference)
+    finally:
+        step.token_sums = token_sums
+
+
+def test_a_step_equals_plain_pytorch(reference):
+    model = build_model(CONFIG, "cpu")
+    decay = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if not (p.dim() > 1 and "embed" not in n)]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        betas=(0.9, 0.99), eps=1e-8, fused=False, foreach=False,
+    )  # fmt: skip
+    samples, losses = Samples(), []
+    for step in (1, 2, 3):
+        (batch,) = samples.next_step()
+        optimizer.zero_grad()
+        out = model(batch["input_ids"])
+        count = (batch["labels"] != -100).sum(1)
+        nll = torch.nn.functional.cross_entropy(
+            out.logits[..., :50].flatten(0, 1), batch["labels"].flatten()
+        )
+        aux = (out.aux_loss * count).sum() / count.sum()
+        z = (out.z_loss * count).sum() / count.sum()
+        (nll + aux + z).backward()
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad.mul_(min(1.0, 0.5 / norm.item()))
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, CONFIG.optim, 10)
+        optimizer.step()
+        losses.append([nll.item(), aux.item(), z.item(), norm.item()])
+    assert min(row[3] for row in losses) > 0.5, "the clip must be active in this test"
+    weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    compare((losses, weights), reference)
+
+
+def test_a_step_whose_gradient_is_not_finite_changes_no_weight():
+    runtime = runtime_for(Samples())
+    before = [p.detach().clone() for p in runtime.model.parameters()]
+    hook = runtime.model.lm_head.weight.register_hook(lambda grad: grad * float("nan"))
+    out = train_step(runtime)
+    assert not out.finite
+    assert all(torch.equal(a, b) for a, b in zip(before, runtime.model.parameters()))
+    hook.remove()
+    assert train_step(runtime).finite
+
+
+def test_all_labels_ignored_is_a_step_of_zero_gradient():
+    class Ignored(Samples):
+        def next_step(self):
+            batches = super().next_step()
+            for batch in batches:
+                batch["labels"] = torch.full_like(batch["labels"], -100)
+            return batches
+
+    out = train_step(runtime_for(Ignored()))
+    assert out.tokens == 0 and out.loss == 0.0 and out.grad_norm == 0.0
+
+
+def test_fp16_scales_the_loss_and_not_the_update():
+    config = replace(CONFIG, precision="fp32", optim=replace(CONFIG.optim, max_grad_norm=0.0))
+    plain, scaled = runtime_for(Samples(), config=config), runtime_for(Samples(), config=config)
+    scaled.loss_scale = LossScale("fp16")
+    assert scaled.loss_scale.value == 128.0
+    compare(three_steps(scaled), three_steps(plain), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precisions_keep_float32_parameters_and_learn(precision):
+    config = replace(CONFIG, precision=precision)
+    runtime = runtime_for(Samples(), config=config)
+    assert {p.dtype for p in runtime.model.parameters()} == {torch.float32}
+    first = train_step(runtime).loss
+    for _ in range(9):
+        out = train_step(runtime)
+        runtime.batches.samples_consumed = 0
+    assert out.finite and out.loss < first - 0.1
+    moments = [s["exp_avg"].dtype for s in runtime.optimizer.state.values()]
+    assert set(moments) == {torch.float32}
+
+
+def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps():
+    scale = LossScale("fp16")
+    scale.update(False)
+    assert scale.value == 64.0
+    for _ in range(LossScale.growth_interval):
+        scale.update(True)
+    assert scale.value == 128.0
+    fixed = LossScale("bf16")
+    fixed.update(False)
+    assert fixed.value == 1.0
+
+
+def test_finish_clips_to_the_norm_and_reports_it_before_clipping():
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    parameter.grad = torch.tensor([3.0, 4.0, 0.0, 0.0], dtype=torch.float64) * 10
+    report = grads.finish([parameter], token_count=10, max_norm=1.0)
+    assert report.norm == pytest.approx(5.0, rel=1e-15) and report.finite
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-15)
+
+
+def sum_in_small_buckets(rank, world):
+    grads.BUCKET_ELEMENTS = 5
+    tensors = [torch.full((size,), float(rank + 1)) for size in (3, 1, 4, 1, 5, 9)]
+    grads.sum_over_ranks(tensors, dist.group.WORLD)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_buckets_lose_no_gradient():
+    for found in run_ranks(sum_in_small_buckets, 2):
+        assert found == [[3.0] * size for size in (3, 1, 4, 1, 5, 9)]
