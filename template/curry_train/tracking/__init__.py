@@ -1,0 +1,1 @@
+"""What a run leaves behind: the journal (the truth), metrics, mirrors of them, and abort rules."""
