@@ -73,7 +73,7 @@ def habit(path: Path, batch: int, seq_len: int) -> Callable[[], object]:
 
 
 def rate(read: Callable[[], object], tokens: int, seconds: float) -> dict[str, float]:
-    """Tokens a second of `read`, each call giving `tokens`: by this thread's time and by the wall's."""
+    """Million tokens a second of `read`: by the time of this thread and by the wall clock."""
     calls = 0
     wall, cpu = time.perf_counter(), time.thread_time()
     while time.perf_counter() - wall < seconds:

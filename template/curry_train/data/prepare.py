@@ -174,24 +174,16 @@ def _build(
     kinds = splits.assign(hashes, settings.val_fraction)
     if not (kinds != splits.DROPPED).any():
         raise DataError(f"{', '.join(source.name for source in sources)}: no text in it; give some")
-    again = [
-        splits.once_more(hashes[counts[p.index] : counts[p.index + 1]], sources[p.source].weight)
-        for p in parts
-    ]
-    kinds_of = [kinds[counts[p.index] : counts[p.index + 1]] for p in parts]
+    groups = []
+    for part in parts:
+        own = slice(counts[part.index], counts[part.index + 1])
+        groups.append(splits.groups(hashes[own], kinds[own], sources[part.source].weight))
 
-    coder = _tokenizer(partial, parts, kinds_of, settings)
+    coder = _tokenizer(partial, parts, groups, settings)
     token_file.dtype_for(coder.vocab_size)
     jobs = [
-        (
-            partial,
-            part,
-            settings.text_key,
-            kinds_of[part.index],
-            again[part.index],
-            sources[part.source].weight >= 1,
-        )
-        for part in parts
+        (partial, part, settings.text_key, group, scan["sha256"])
+        for part, group, scan in zip(parts, groups, scans, strict=True)
     ]
     shards = run("write tokens", shard_writer.write_part, jobs)
     made = _manifest(sources, parts, shards, key, settings, coder)
@@ -201,13 +193,13 @@ def _build(
 
 
 def _tokenizer(
-    partial: Path, parts: Sequence[Part], kinds: list[np.ndarray], settings: Settings
+    partial: Path, parts: Sequence[Part], groups: list[np.ndarray], settings: Settings
 ) -> tokenizer.Tokenizer:
     """Pass 2: the tokenizer, trained on the training split's first BPE_TRAINING_BYTES."""
     path = partial / "corpus" / token_file.TOKENIZER
     if settings.tokenizer == "bpe":
         if not path.is_file():
-            texts = _training_texts(parts, kinds, settings.text_key)
+            texts = _training_texts(parts, groups, settings.text_key)
             coder: tokenizer.Tokenizer = tokenizer.train_bpe(texts, settings.bpe_vocab_size)
             coder.save(path.with_suffix(".tmp"))
             os.replace(path.with_suffix(".tmp"), path)
@@ -218,11 +210,13 @@ def _tokenizer(
     return tokenizer.load_tokenizer(path)
 
 
-def _training_texts(parts: Sequence[Part], kinds: list[np.ndarray], text_key: str) -> Iterator[str]:
+def _training_texts(
+    parts: Sequence[Part], groups: list[np.ndarray], text_key: str
+) -> Iterator[str]:
     room = BPE_TRAINING_BYTES
     for part in parts:
-        for text, kind in zip(read_documents(part, text_key), kinds[part.index], strict=True):
-            if kind == splits.TRAIN:
+        for text, group in zip(read_documents(part, text_key), groups[part.index], strict=False):
+            if group in (splits.COMMON, splits.MORE):
                 yield text
                 room -= len(text)
                 if room < 0:
@@ -244,7 +238,7 @@ def _manifest(
         for number, counts in enumerate(shard["groups"]):
             repeats = (int(weight), int(weight) + 1, 1)[number]
             if counts["tokens"] and repeats:
-                segments["val" if number == 2 else "train"].append(
+                segments["val" if number == splits.HELD_OUT else "train"].append(
                     token_file.Segment(
                         part.index,
                         start,

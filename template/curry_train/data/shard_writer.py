@@ -43,11 +43,11 @@ def read_hashes(partial: Path, part: Part) -> np.ndarray:
 
 
 def write_part(
-    partial: Path, part: Part, text_key: str, kinds: np.ndarray, again: np.ndarray, keep: bool
+    partial: Path, part: Part, text_key: str, group_of: np.ndarray, scanned: str
 ) -> dict[str, Any]:
-    """Write a part's shard, its documents grouped into [train, train once more, val].
+    """Write a part's shard, one stretch for each of splits.GROUPS; `group_of` assigns documents.
 
-    `keep` is false for weights below 1, where documents outside `again` are not used at all.
+    Raises: DataError when the documents are no longer those whose hashes have sha256 `scanned`.
     """
     corpus = partial / "corpus"
     name = f"shard-{part.index:05d}"
@@ -57,18 +57,18 @@ def write_part(
         return finished
     coder = tokenizer.load_tokenizer(corpus / token_file.TOKENIZER)
     dtype = token_file.dtype_for(coder.vocab_size)
-    group_of = np.where(kinds == splits.VAL, 2, np.where(again, 1, 0 if keep else -1))
-    group_of[kinds == splits.DROPPED] = -1
-    groups = [_Group(path.with_suffix(f".{n}.tmp"), dtype, coder.eos_id) for n in range(3)]
+    groups = [_Group(path.with_suffix(f".{n}.tmp"), dtype, coder.eos_id) for n in splits.GROUPS]
     documents = 0
+    read = hashlib.sha256()
     for texts in _batches(read_documents(part, text_key)):
         chosen = group_of[documents : documents + len(texts)]
         documents += len(texts)
+        read.update(b"".join(map(splits.document_hash, texts)))
         if documents > len(group_of):
             break
         for number, group in enumerate(groups):
             group.write([t for t, c in zip(texts, chosen, strict=True) if c == number], coder)
-    if documents != len(group_of):
+    if read.hexdigest() != scanned:
         where = part.ranges[0].path
         raise DataError(f"{where} changed while it was read; run the command again")
     temporary = path.with_suffix(".tmp")

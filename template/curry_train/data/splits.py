@@ -12,6 +12,8 @@ import hashlib
 import numpy as np
 
 DROPPED, TRAIN, VAL = 0, 1, 2
+GROUPS = COMMON, MORE, HELD_OUT = 0, 1, 2
+"""Where a document stands in its shard: training, training once more, validation."""
 HASH_DTYPE = np.dtype([("split", ">u8"), ("repeat", ">u8")])
 """The first 16 bytes of a document's sha256: one half decides the split, the other the repeats."""
 
@@ -52,7 +54,15 @@ def assign(hashes: np.ndarray, val_fraction: float) -> np.ndarray:
     return kinds
 
 
-def once_more(hashes: np.ndarray, weight: float) -> np.ndarray:
-    """Mark the documents that a weight's fractional part adds once more, bool[documents]."""
+def groups(hashes: np.ndarray, kinds: np.ndarray, weight: float) -> np.ndarray:
+    """Say in which of GROUPS each document belongs, int8[documents]; -1 is not used at all.
+
+    A training document appears int(weight) times, and once more when its hash lies in the lowest
+    `weight - int(weight)` of all hashes.
+    """
     fraction = weight - int(weight)
-    return hashes["repeat"].astype(np.uint64) < np.uint64(int(fraction * 2**64))
+    more = hashes["repeat"].astype(np.uint64) < np.uint64(int(fraction * 2**64))
+    found = np.where(more, MORE, COMMON if weight >= 1 else -1).astype(np.int8)
+    found[kinds == VAL] = HELD_OUT
+    found[kinds == DROPPED] = -1
+    return found
