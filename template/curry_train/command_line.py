@@ -37,7 +37,7 @@ Start training
   python train.py devices=2                              two processes on this machine
   fabric run --devices=2 train.py KEY=VALUE ...          the same; a second one at the same time
                                                          needs --main-port=29401, say
-  torchrun --nproc_per_node=2 train.py KEY=VALUE ...     the same
+  torchrun --standalone --nproc_per_node=2 train.py ...  the same
 
 Look before training
   python -m curry_train.config check KEY=VALUE ...       every mistake at once; exit code 0 or 2

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Rank 0's largest value wins when ranks saw different signals.
 STOP_SIGNALS = {"SIGUSR1": 1, "SIGTERM": 2, "SIGINT": 3}
 PEER_GRACE = 5.0
+NARROW = 256
 LOST_PEER_WORDS = (
     "connection closed by peer",
     "connection reset",
@@ -38,15 +39,16 @@ LOST_PEER_WORDS = (
 
 
 def prepare_environment(config: Config) -> None:
-    """Set what OpenMP and NCCL read once, before torch is imported.
+    """Choose the number of OpenMP threads, before torch is imported.
 
-    Idle OpenMP threads spin; on a busy machine that burns the very cores they wait for, so the
-    spinning is bounded. Several ranks on one machine get one thread each. A value that the user
-    set stays; the full core count that `fabric run` sets for every rank counts as unset.
+    One thread for each of several ranks on a machine, and one for a narrow model, whose matrices
+    are so small that threads wait for each other longer than they multiply (on a busy machine
+    two threads made the quickstart ten times slower). A value that the user set stays; the full
+    core count that `fabric run` sets for every rank counts as unset.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE") or config.devices
-    if str(ranks_here) in ("auto", "1"):
+    ranks_here = str(os.environ.get("LOCAL_WORLD_SIZE") or config.devices)
+    narrow = getattr(config.model, "hidden_size", NARROW) < NARROW
+    if ranks_here in ("auto", "1") and not narrow:
         return
     cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     set_by_fabric = "LT_CLI_USED" in os.environ and os.environ.get("OMP_NUM_THREADS") == cores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,9 +92,12 @@ def build_runtime(overrides: Sequence[str] = (), project: str | Path | None = No
     A process group is used only when a launcher started this process. Raises ConfigError and
     DataError with every problem in plain words.
     """
-    from curry_train.launch import join_processes
+    from curry_train.launch import join_processes, prepare_environment
 
     root = Path(project) if project is not None else None
     config = load_config(list(overrides), project=root)
+    prepare_environment(config)
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch is imported already
     corpus = open_corpus(config.data, cache_dir=None)
     return assemble(config, corpus, join_processes(config, spawn=False))

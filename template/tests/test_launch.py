@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from curry_train import launch
-from curry_train.config import Config, ConfigError
+from curry_train.config import Config, ConfigError, ModelConfig
 
 PROJECT = Path(__file__).resolve().parents[1]
 TORCHRUN = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "5", "LOCAL_RANK": "1"}
@@ -50,54 +50,46 @@ def test_an_absent_accelerator_is_named():
         launch.pick_device("mps")
 
 
+TWO = {"LOCAL_WORLD_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
-    "env, wanted",
+    "env, width, wanted",
     [
-        ({"LOCAL_WORLD_SIZE": "2"}, "1"),
-        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "7"}, "7"),
-        ({"LOCAL_WORLD_SIZE": "2", "LT_CLI_USED": "1", "OMP_NUM_THREADS": "cores"}, "1"),
-        ({"LOCAL_WORLD_SIZE": "1"}, None),
-        ({}, None),
+        (TWO, 4096, "1"),
+        ({**TWO, "OMP_NUM_THREADS": "7"}, 4096, "7"),
+        ({**TWO, "LT_CLI_USED": "1", "OMP_NUM_THREADS": "cores"}, 4096, "1"),
+        ({"LOCAL_WORLD_SIZE": "1"}, 4096, None),
+        ({}, 4096, None),
+        ({}, 128, "1"),
+        ({"OMP_NUM_THREADS": "2"}, 128, "2"),
+        ({"LT_CLI_USED": "1", "OMP_NUM_THREADS": "cores", "LOCAL_WORLD_SIZE": "1"}, 128, "1"),
     ],
 )
-def test_ranks_of_one_machine_get_one_thread_unless_the_user_says_otherwise(
-    monkeypatch, env, wanted
+def test_many_ranks_and_narrow_models_get_one_thread_unless_the_user_says_otherwise(
+    monkeypatch, env, width, wanted
 ):
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "LT_CLI_USED", "GOMP_SPINCOUNT"):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "LT_CLI_USED"):
         monkeypatch.delenv(name, raising=False)
     cores = str(len(os.sched_getaffinity(0)))
     for name, value in env.items():
         monkeypatch.setenv(name, value.replace("cores", cores))
-    launch.prepare_environment(Config())
+    launch.prepare_environment(Config(model=ModelConfig(hidden_size=width)))
     assert os.environ.get("OMP_NUM_THREADS") == wanted
-    assert os.environ["GOMP_SPINCOUNT"] == "20000"
 
 
-def test_spin_count_of_the_user_stays(monkeypatch):
-    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
-    launch.prepare_environment(Config())
-    assert os.environ["GOMP_SPINCOUNT"] == "5"
-
-
-def test_a_second_interrupt_stops_at_once_and_a_first_is_remembered():
-    kept = {name: signal.getsignal(getattr(signal, name)) for name in launch.STOP_SIGNALS}
-    try:
-        signals = launch.StopSignals()
-        signal.raise_signal(signal.SIGINT)
-        assert launch.signal_name(signals.code) == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        for name, handler in kept.items():
-            signal.signal(getattr(signal, name), handler)
-
-
-def test_the_environment_is_set_before_torch_is_imported():
+@pytest.mark.parametrize("given, wanted", [(None, "20000"), ("5", "5")])
+def test_spinning_is_bounded_before_torch_is_imported(given, wanted):
     code = (
-        "import sys, train; from curry_train.config import Config;"
-        "train.prepare_environment(Config()); print('torch' in sys.modules)"
+        "import sys, os, train; from curry_train.config import Config;"
+        "train.prepare_environment(Config());"
+        "print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
     )
+    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    if given:
+        env["GOMP_SPINCOUNT"] = given
     out = subprocess.run(
-        [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True
-    )
-    assert out.stdout.strip() == "False"
+        [sys.executable, "-c", code], cwd=PROJECT, env=env, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert out.stdout.split() == ["False", wanted]

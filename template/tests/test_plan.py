@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from curry_train import plan
@@ -89,7 +90,7 @@ def test_flops_count_the_matrices_of_the_model():
     config = Config(model=DENSE, data=DataConfig(seq_len=64, global_batch_size=1))
     model = build_model(config, "cpu")
     ids = torch.zeros(1, 64, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         token_sums(model, {"input_ids": ids, "labels": ids}).total.backward()
     heads = DENSE.num_hidden_layers * DENSE.num_attention_heads * DENSE.head_dim
     # The counter counts the padded vocabulary and the whole score matrix, and no norm weights.

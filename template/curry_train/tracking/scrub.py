@@ -28,9 +28,9 @@ ENVIRONMENT = re.compile(
 """The whole names of environment variables that a journal may hold."""
 
 _SECRET = (
-    r"(?:api|access|auth|secret|private|session|refresh|bearer)?[_-]?"
-    r"(?:key|key[_-]?id|token|secret|password|passwd|passphrase|pwd|credentials?|signature|sig)"
-    r"|auth|authorization|cookie"
+    r"(?:[A-Za-z0-9]*[_-]?)(?:api[_-]?key|access[_-]?key|token|secret|password|passwd|passphrase)"
+    r"|(?:private|secret|session|signing)?[_-]?key(?:[_-]?id)?"
+    r"|pwd|credentials?|signature|sig|auth|authorization|cookie"
 )
 _NAME = rf"(?<![A-Za-z0-9])(?:[A-Za-z0-9.+-]*[._-])*?(?:{_SECRET})(?![A-Za-z0-9_.-])"
 _PAIR = re.compile(
@@ -38,8 +38,8 @@ _PAIR = re.compile(
     r"(?P<value>\"[^\"]*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\])\"']+)",
     re.IGNORECASE,
 )
-_FLAG = re.compile(rf"-{{1,2}}(?:{_NAME})", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#@]+(?:@[^\s/?#@]*)*?@")
+_FLAG = re.compile(rf"--?{_NAME}", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
 _QUERY = re.compile(
     rf"(?P<name>[?&#](?:[A-Za-z0-9]*[._-])*(?:{_SECRET}))=[^\s&#\"']+", re.IGNORECASE
 )
