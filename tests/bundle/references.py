@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import os
 import re
 import shlex
@@ -20,7 +21,12 @@ from bundle.tree import PLUGIN, commands, documents, files, python_files, relati
 
 SHELL_BLOCKS = {"", "sh", "bash", "shell", "console"}
 GROUPS = ("model", "data", "optim", "parallel", "run", "tracking", "experiment")
-LAUNCHERS = {"fabric": ("fabric", "run"), "torchrun": ("torchrun",)}
+FOREIGN = {
+    "fabric": ("lightning_fabric", "cli.py"),
+    "torchrun": ("torch", "distributed/run.py"),
+    "pip": ("pip", "_internal/cli/cmdoptions.py"),
+}
+"""Where the installed source of a program of others declares its flags."""
 SUFFIX = re.compile(r"\.(?:py|md|json|jsonl|yaml|toml|lock|txt|safetensors|pt|diff|sh|png|zst)$")
 OUTSIDE = set(
     "CLAUDE_SKILL_DIR CLAUDE_PLUGIN_ROOT ARGUMENTS CUDA_VISIBLE_DEVICES OMP_NUM_THREADS HOME PATH "
@@ -87,11 +93,12 @@ def _help(root: Path, *command: str) -> str | None:
 
 
 @functools.cache
-def _launcher_help(program: str) -> str:
-    """Return the help of a launcher that stands beside this interpreter."""
-    name, *verbs = LAUNCHERS[program]
-    command = [str(Path(sys.executable).parent / name), *verbs, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _foreign_flags(program: str) -> str:
+    """Return the source that declares the flags; asking for --help would import torch."""
+    package, module = FOREIGN[program]
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    return (Path(spec.origin).parent / module).read_text(encoding="utf-8")
 
 
 def help_text(root: Path, script: Path, verbs: tuple[str, ...] = ()) -> str | None:
@@ -164,13 +171,13 @@ class Document:
         elif program == "make":
             for target in rest:
                 self.make_target(target)
-        elif program in LAUNCHERS or program == "srun":
+        elif program in ("fabric", "torchrun", "srun"):
             self.launch(program, rest)
 
     def launch(self, program: str, words: list[str]) -> None:
         at = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-        if program in LAUNCHERS:
-            known = _launcher_help(program)
+        if program in FOREIGN:
+            known = _foreign_flags(program)
             self.helps += known
             self.flags(program, [w for w in words[:at] if w.startswith("--")], known)
         if at < len(words):
@@ -212,7 +219,7 @@ class Document:
     def flags(self, name: str, words: list[str], known: str) -> None:
         for word in words:
             flag = word.split("=")[0]
-            if flag != "--" and not _has_flag(known, flag):
+            if flag not in ("--", "--help") and not _has_flag(known, flag):
                 self.say(f"calls {name} with {flag}, which its --help does not have")
 
     def override(self, word: str) -> None:
@@ -293,7 +300,8 @@ class Document:
         if not token or _placeholder(token) or "://" in token or f"{PLUGIN}:" in token:
             return
         if token.startswith("--"):
-            if not _has_flag(self.helps + self.own_helps(), token.split("=")[0]):
+            known = self.helps + self.own_helps() + _foreign_flags("pip")
+            if not _has_flag(known, token.split("=")[0]):
                 self.say(f"names the flag {token}, which no script that it calls has")
         elif re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+(=.*)?", token):
             self.variable(token.split("=")[0])
@@ -332,8 +340,12 @@ class Document:
     def own_helps(self) -> str:
         """Return the help of the scripts beside a SKILL.md, which it may name without a call."""
         scripts = python_files(self.root, relative(self.root, self.bases[0] / "scripts"))
-        wanted = [path for path in scripts if path.parent.name == "scripts"]
-        return "".join(help_text(self.root, path) or "" for path in wanted)
+        return "".join(help_text(self.root, path) or "" for path in scripts if _is_script(path))
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a person runs the file; the others beside it are its modules."""
+    return '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
 
 
 def _shell_lines(text: str) -> Iterator[str]:
@@ -402,7 +414,7 @@ def helps(root: Path) -> list[str]:
     """Every script of a skill answers --help with 0, with the standard library alone."""
     problems = []
     for path in python_files(root, "skills"):
-        if path.parent.name != "scripts":
+        if not _is_script(path):
             continue
         if _help(root, sys.executable, "-S", "-E", str(path), "--help") is None:
             problems.append(f"{relative(root, path)}: --help needs more than the standard library")
