@@ -107,10 +107,16 @@ def take_in(found: Any, what: str) -> Report:
         unknown = set(found) - {"checks", "summary", "numbers", *LISTS}
         if unknown:
             raise UsageError(f"{what} returned unknown keys {sorted(unknown)}", ALLOWED)
+        numbers = found.get("numbers", {})
+        lists = {key: found.get(key, []) for key in LISTS}
+        if not isinstance(numbers, dict):
+            raise UsageError(f"{what} returned numbers {numbers!r}", "they must be a dict")
+        for key, items in lists.items():
+            if not isinstance(items, (list, tuple)):
+                raise UsageError(f"{what} returned {key} {items!r}", "it must be a list")
+            setattr(report, key, [str(item) for item in items])
         report.summary = str(found.get("summary", what))
-        report.numbers = dict(found.get("numbers", {}))
-        for key in LISTS:
-            setattr(report, key, [str(item) for item in found.get(key, [])])
+        report.numbers = dict(numbers)
         found = found["checks"]
     for check in found if isinstance(found, (list, tuple)) else [found]:
         if not isinstance(check, dict) or not {"id", "verdict"} <= set(check) <= CHECK_KEYS:

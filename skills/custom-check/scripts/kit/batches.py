@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 IGNORED_LABEL = -100
@@ -11,7 +11,7 @@ IGNORED_LABEL = -100
 class OnDevice:
     """Batches, each moved to a device when it is taken."""
 
-    def __init__(self, inner: Iterable[Any], device: Any) -> None:
+    def __init__(self, inner: Any, device: Any) -> None:
         self.inner = inner
         self.device = device
 
@@ -38,7 +38,7 @@ def count_targets(batch: Any) -> tuple[int, str]:
 
     Labels are a batch's entry `labels` of integers with at least two dims, [B, S].
     """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     if hasattr(labels, "dim") and labels.dim() >= 2 and not labels.is_floating_point():
         return int((labels != IGNORED_LABEL).sum()), "tokens"
     first = next(tensors(batch), None)

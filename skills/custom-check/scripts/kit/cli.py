@@ -65,8 +65,8 @@ def run(
     skill: str,
     work: Work,
     *,
-    doc: str,
-    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
+    doc: str | None,
+    add_flags: Callable[[Any], None] | None = None,
     check_flags: Callable[[argparse.Namespace], int | None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
@@ -91,7 +91,7 @@ def run(
 
 
 def build_parser(
-    skill: str, doc: str, add_flags: Callable[[argparse.ArgumentParser], None] | None = None
+    skill: str, doc: str | None, add_flags: Callable[[Any], None] | None = None
 ) -> argparse.ArgumentParser:
     """Make the parser: the skill's own flags, then the common ones."""
     parser = argparse.ArgumentParser(

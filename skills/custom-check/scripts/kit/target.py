@@ -181,7 +181,7 @@ def _refuse_required_arguments(function: Callable[..., Any], what: str) -> None:
         )
 
 
-def describe(value: object) -> str:
+def describe(value: Any) -> str:
     """Say in a few words what came back."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)} ({', '.join(type(part).__name__ for part in value)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import importlib.machinery
 import importlib.util
 import linecache
 import os
@@ -77,10 +78,12 @@ def _import_file(path: Path, project: Path) -> ModuleType:
         known = sys.modules.get(name)
         if known is not None and getattr(known, "__file__", None) == str(path):
             return known
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = importlib.machinery.SourceFileLoader(name, str(path))
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         return module
     finally:
         sys.argv = argv

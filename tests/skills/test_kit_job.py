@@ -1,0 +1,205 @@
+"""Detached runs: they outlive their parent, can be asked and waited for, and may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from skills.targets import processes
+from skills.targets.processes import CUSTOM_CHECK, MLP
+
+from kit import job
+from kit.errors import UsageError
+
+CHECKS = """
+import os, sys, time
+from pathlib import Path
+HERE = Path(__file__).parent
+def waits(target):
+    (HERE / "began").touch()
+    while not (HERE / "go").exists():
+        time.sleep(0.05)
+    return {"id": "waited", "verdict": "fail"}
+def raises(target):
+    raise RuntimeError("in the check")
+"""
+
+
+@pytest.fixture
+def detach(tmp_path):
+    (tmp_path / "checks.py").write_text(CHECKS)
+    pids = []
+
+    def start(name, *words):
+        spec = f"checks.py:{name}"
+        done = processes.run(
+            CUSTOM_CHECK, "--check", spec, "--target", MLP, "--detach", *words, cwd=tmp_path
+        )
+        state = tmp_path.glob("runs/checks/custom-check/*/state.json")
+        pids.extend(json.loads(path.read_text())["pid"] for path in state)
+        return done
+
+    yield start
+    (tmp_path / "go").touch()
+    for pid in pids:
+        until(lambda pid=pid: not alive(pid))
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def ask(verb, tmp_path, *words):
+    return processes.run(CUSTOM_CHECK, verb, *words, cwd=tmp_path)
+
+
+def test_a_detached_run_is_followed_to_its_end(detach, tmp_path):
+    started = detach("waits")
+    assert started.returncode == 0, started.stderr
+    assert "status: python3 " in started.stdout and "wait: python3 " in started.stdout
+    until((tmp_path / "began").exists)
+    running = ask("status", tmp_path)
+    assert running.returncode == 0 and running.stdout.startswith("running: custom-check")
+    state = json.loads(ask("status", tmp_path, "--json").stdout)
+    assert state["status"] == "running" and state["exit_code"] is None
+    assert os.getsid(state["pid"]) == state["pid"]  # a session of its own: no hang-up reaches it
+
+    timed_out = ask("wait", tmp_path, "--timeout", "0.3")
+    assert timed_out.returncode == 3 and timed_out.stdout.startswith("running: ")
+
+    (tmp_path / "go").touch()
+    waited = ask("wait", tmp_path)
+    assert waited.returncode == 1 and "fail     waited" in waited.stdout
+    assert waited.stdout.splitlines()[-1].startswith("verdict: fail (exit 1), report runs/checks/")
+    assert json.loads(ask("wait", tmp_path, "--json").stdout)["verdict"] == "fail"
+    done = ask("status", tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("done: custom-check, exit 1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_is_recognised(number, detach, tmp_path):
+    detach("waits", "--out", "here")
+    until((tmp_path / "began").exists)
+    pid = json.loads((tmp_path / "here" / "state.json").read_text())["pid"]
+    os.kill(pid, number)
+    until(lambda: not alive(pid))
+    status = ask("status", tmp_path, "--out", "here")
+    assert status.returncode == 0 and status.stdout.startswith("killed: custom-check")
+    assert f"process {pid} is gone and left no exit code" in status.stdout
+    assert ask("wait", tmp_path, "--out", "here").returncode == 3
+
+
+def test_the_run_survives_the_end_of_the_shell_that_started_it(tmp_path):
+    (tmp_path / "checks.py").write_text(CHECKS)
+    words = [sys.executable, str(CUSTOM_CHECK), "--check", "checks.py:waits", "--target", MLP]
+    shell = subprocess.Popen(
+        ["sh", "-c", '"$@" --detach --out here; sleep 60', "sh", *words],
+        cwd=tmp_path,
+        env=processes.environment(),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    until((tmp_path / "began").exists)
+    os.killpg(shell.pid, signal.SIGKILL)  # what a terminal or an agent does with its process group
+    shell.wait()
+    assert ask("status", tmp_path, "--out", "here").stdout.startswith("running: ")
+    (tmp_path / "go").touch()
+    assert ask("wait", tmp_path, "--out", "here").returncode == 1
+
+
+def test_a_run_that_fails_leaves_its_reason_and_code(detach, tmp_path):
+    detach("raises", "--out", "here")
+    waited = ask("wait", tmp_path, "--out", "here")
+    assert waited.returncode == 2 and waited.stdout.startswith("failed: custom-check, exit 2")
+    assert "checks.py:raises raised RuntimeError: in the check" in waited.stdout
+    assert "in raises: raise RuntimeError" in (tmp_path / "here" / "log.txt").read_text()
+
+
+def test_bad_flags_are_told_at_once_and_nothing_is_started(detach, tmp_path):
+    done = detach("waits", "--device", "tpu")
+    assert done.returncode == 2 and "--device tpu" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_detached_start_answers_in_json(detach, tmp_path):
+    done = detach("waits", "--json", "--out", "here")
+    answer = json.loads(done.stdout)
+    assert answer["status"] == "running" and answer["out"] == str(tmp_path / "here")
+    (tmp_path / "go").touch()
+    assert ask("wait", tmp_path, "--out", "here").returncode == 1
+
+
+def test_two_runs_cannot_share_a_folder(detach, tmp_path):
+    detach("waits", "--out", "here")
+    second = processes.run(
+        CUSTOM_CHECK, "--check", "checks.py:waits", "--target", MLP, "--out", "here", cwd=tmp_path
+    )
+    assert second.returncode == 2 and "is in use by another run" in second.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "wait"])
+def test_asking_where_no_run_is_exits_with_2(verb, tmp_path):
+    assert "no run of custom-check" in ask(verb, tmp_path).stderr
+    done = ask(verb, tmp_path, "--out", "gone")
+    assert done.returncode == 2 and "holds no run" in done.stderr
+
+
+def test_a_recycled_process_id_is_not_taken_for_the_run(tmp_path):
+    state = job.Job(tmp_path, "custom-check")
+    state.state["pid"] = os.getpid()  # lives, but holds no lock
+    state.expect(5, "steps")
+    (tmp_path / "lock").touch()
+    assert job.read_status(tmp_path)["status"] == "killed"
+
+
+def test_the_time_left_comes_from_the_expectation_or_the_progress(tmp_path):
+    work = job.Job(tmp_path, "custom-check")
+    with job.locked(tmp_path):
+        work.state["started"] = time.time() - 10
+        base = {**work.state, "expected_s": 30.0}
+        assert job._eta(base, 10.0) == 20.0 and job._eta(base, 40.0) == 0.0
+        base = {**work.state, "expected_s": None, "done": 5, "total": 20}
+        assert job._eta(base, 10.0) == 30.0
+        assert job._eta({**base, "done": 0}, 10.0) is None
+    running = {**base, "status": "running", "elapsed_s": 10.0, "eta_s": 30.0}
+    wanted = "running: custom-check, 5/20, 10 s so far, about 30 s left (x)"
+    assert job.describe_status(running, "x") == wanted
+
+
+def test_progress_is_few_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(job, "LEAST_SECONDS_BETWEEN_LINES", 0.0)
+    work = job.Job(tmp_path, "custom-check")
+    for number in range(1, 101):
+        work.progress(number, 100, "steps")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["25/100 steps", "50/100 steps", "75/100 steps", "100/100 steps"]
+
+
+def test_durations_are_written_for_people():
+    shown = [job.duration(seconds) for seconds in (0.2, 8, 200, 9000)]
+    assert shown == ["1 s", "8 s", "3 min", "2.5 h"]
+
+
+def test_folders_of_one_second_differ_and_sort_by_time(tmp_path):
+    folders = [job.new_folder(tmp_path, "custom-check") for _ in range(3)]
+    assert len(set(folders)) == 3 and folders == sorted(folders)
+    with pytest.raises(UsageError, match="no run of custom-check"):
+        job.newest_folder(tmp_path, "custom-check")
+    (folders[1] / "state.json").touch()
+    assert job.newest_folder(tmp_path, "custom-check") == folders[1]
