@@ -80,8 +80,8 @@ def test_pieces_end_at_blank_lines_or_words_where_there_are_any():
 
 
 def test_plain_text_loses_only_its_bom_and_carriage_returns(tmp_path):
-    book = "".join(f"Line {n} \u2014 \U0001f468\u200d\U0001f469\u200d\U0001f467\n" + "\n" * (n % 4 == 0)
-                   for n in range(900))  # fmt: skip
+    line = "\u2014 \U0001f468\u200d\U0001f469\u200d\U0001f467\n"
+    book = "".join(f"Line {n} {line}" + "\n" * (n % 4 == 0) for n in range(900))
     path = tmp_path / "book.TXT"
     path.write_bytes(b"\xef\xbb\xbf" + book.replace("\n", "\r\n").encode())
     corpus = make(path, tmp_path / "out")
@@ -272,8 +272,8 @@ def test_a_killed_run_continues_and_leaves_nothing_half_made(tmp_path, many_part
     command = [sys.executable, "-m", "curry_train.data.prepare", str(many_parts), "--out", str(out)]
     draw = random.Random(int(os.environ.get("CURRY_TEST_SEED", "0")))
     for _ in range(3):
-        process = subprocess.Popen([*command, "--workers", "2"], cwd=PROJECT,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([*command, "--workers", "2"], cwd=PROJECT, **quiet)
         wanted = len(list(partial.glob("*.shard.json"))) + 1
         while process.poll() is None and len(list(partial.glob("*.shard.json"))) < wanted:
             time.sleep(0.002)
@@ -526,12 +526,12 @@ def bad_inputs(tmp_path):
 
 @pytest.mark.parametrize(("ending", "module"), sources.EXTRAS.items())
 def test_a_missing_reader_is_named_with_its_command(tmp_path, monkeypatch, capsys, ending, module):
-    (tmp_path / f"a{ending}").write_bytes(b"x")
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(b"x")
     monkeypatch.setitem(sys.modules, module, None)
-    assert prepare.main([str(tmp_path / f"a{ending}"), "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == (
-        f"prepare: {tmp_path / f'a{ending}'} needs {module}; install it with: pip install {module}\n"
-    )
+    assert prepare.main([str(path), "--out", str(tmp_path / "out")]) == 2
+    says = f"prepare: {path} needs {module}; install it with: pip install {module}\n"
+    assert capsys.readouterr().err == says
 
 
 def test_an_unwritable_place_is_one_line(tmp_path, capsys):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from curry_train.config import DataConfig
 
 FORMAT = 1
+"""Raise it when the files change, or when the same text gives other ids: caches depend on it."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFY_LIMIT = 512 * 2**20
@@ -177,6 +178,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     needed = ("dtype", "tokenizer", "shards", "splits")
     if missing := [key for key in needed if key not in manifest]:
         raise DataError(f"{path} lacks {', '.join(missing)}; prepare the corpus again")
+    if manifest["dtype"] not in ("uint16", "uint32"):
+        raise DataError(f"{path} has dtype {manifest['dtype']!r}, not uint16 or uint32")
     return manifest
 
 
