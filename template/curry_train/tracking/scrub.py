@@ -27,27 +27,24 @@ ENVIRONMENT = re.compile(
 )
 """The whole names of environment variables that a journal may hold."""
 
-_SECRET = (
-    r"(?:[A-Za-z0-9]*[_-]?)(?:api[_-]?key|access[_-]?key|token|secret|password|passwd|passphrase)"
-    r"|(?:private|secret|session|signing)?[_-]?key(?:[_-]?id)?"
-    r"|pwd|credentials?|signature|sig|auth|authorization|cookie"
+# Possessive quantifiers (++) keep every pattern linear: a diff may hold a megabyte on one line.
+_NAMED = re.compile(r"(?<![\w.+-])(?P<name>[\w.+-]++)[\"']?\s*+[=:]\s*+(?!//)")
+_VALUE = re.compile(
+    r"\"[^\"]*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\])\"']+", re.IGNORECASE
 )
-_NAME = rf"(?<![A-Za-z0-9])(?:[A-Za-z0-9.+-]*[._-])*?(?:{_SECRET})(?![A-Za-z0-9_.-])"
-_PAIR = re.compile(
-    rf"(?P<name>{_NAME})(?P<quote>[\"']?)(?P<is>\s*[=:]\s*)(?!//)"
-    r"(?P<value>\"[^\"]*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\])\"']+)",
+_QUERY = re.compile(r"(?P<name>[?&#][\w.+-]++)=[^\s&#\"']++")
+_USER_INFO = re.compile(r"(?<=[A-Za-z0-9])://[^\s/?#]*@")
+_SECRET_NAME = re.compile(
+    r"(?:token|secret|password|passwd|passphrase|(?:api|access)[_-]?key|key[_-]?id"
+    r"|(?:^|[._+?&#-])(?:private|secret|session|signing)?[_-]?"
+    r"(?:key|pwd|credentials?|signature|sig|auth|authorization|cookie))$",
     re.IGNORECASE,
-)
-_FLAG = re.compile(rf"--?{_NAME}", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
-_QUERY = re.compile(
-    rf"(?P<name>[?&#](?:[A-Za-z0-9]*[._-])*(?:{_SECRET}))=[^\s&#\"']+", re.IGNORECASE
 )
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|xox[abprs]-[A-Za-z0-9-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}"
-    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)"
+    r"|eyJ[A-Za-z0-9_-]{8,4096}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)"
 )
 
 
@@ -59,14 +56,21 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def scrub_urls(text: str) -> str:
     """Mask user info and secret parameters of URLs, and secrets of well-known shapes."""
-    text = _USER_INFO.sub(rf"\g<scheme>{MASK}@", text)
-    text = _QUERY.sub(rf"\g<name>={MASK}", text)
+    text = _USER_INFO.sub(f"://{MASK}@", text)
+    text = _QUERY.sub(lambda m: f"{m['name']}={MASK}" if _is_secret(m["name"]) else m[0], text)
     return _SHAPES.sub(MASK, text)
 
 
 def scrub(text: str) -> str:
     """Mask also the value of everything that is called key, token, password and the like."""
-    return _PAIR.sub(rf"\g<name>\g<quote>\g<is>{MASK}", scrub_urls(text))
+    text = scrub_urls(text)
+    clean, end = [], 0
+    for name in _NAMED.finditer(text):
+        value = _VALUE.match(text, name.end()) if _is_secret(name["name"]) else None
+        if value is not None and name.start() >= end:
+            clean += [text[end : name.end()], MASK]
+            end = value.end()
+    return "".join([*clean, text[end:]])
 
 
 def scrub_argv(argv: Sequence[str]) -> list[str]:
@@ -74,5 +78,9 @@ def scrub_argv(argv: Sequence[str]) -> list[str]:
     clean, masked = [], False
     for word in argv:
         clean.append(MASK if masked and not word.startswith("-") else scrub(word))
-        masked = _FLAG.fullmatch(word) is not None
+        masked = word.startswith("-") and _is_secret(word)
     return clean
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name[-64:]) is not None
