@@ -39,6 +39,11 @@ SUITES = {
     "template": "template/tests",
 }
 LOCKS = ["template/requirements.lock", "tests/requirements.lock"]
+DOWNLOAD = (
+    "it takes 2 GB with the CPU build of torch and 6 GB with the CUDA build, which pip chooses on "
+    "Linux; for the CPU build pass "
+    "--pip-args '--extra-index-url https://download.pytorch.org/whl/cpu'"
+)
 WORKERS = 2
 SUITE_SECONDS = 30 * 60
 """A suite that takes longer hangs; it is ended and counted as one failure."""
@@ -96,7 +101,7 @@ def make_environment(pip_args: str) -> Path:
     python = folder / "bin" / "python"
     with building(folder) as needed:
         if needed:
-            print(f"install: new environment in {folder}", flush=True)
+            print(f"install: new environment in {folder}; {DOWNLOAD}", flush=True)
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
             command = [str(python), "-m", "pip", "install", "--quiet"]
             command += ["--disable-pip-version-check", *shlex.split(pip_args)]

@@ -21,7 +21,15 @@ SHIPPED = [PACKAGE, *ENTRY, "skills", "hooks"]
 
 PACKAGE_LINES, REACH_LINES = 9000, 8000
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 450, 60, 120
-LAZY = set("lightning lightning_fabric tensorboard transformers rich scipy matplotlib".split())
+LAZY = {
+    "lightning",
+    "lightning_fabric",
+    "tensorboard",
+    "transformers",
+    "rich",
+    "scipy",
+    "matplotlib",
+}
 LAZY_SUBMODULES = (
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",

@@ -39,10 +39,31 @@ FRONT_DOORS = {
 }
 SKILL_KEYS = {"name", "description", "license", "compatibility", "metadata", "allowed-tools"}
 COMMAND_KEYS = {"description", "argument-hint", "disable-model-invocation", "allowed-tools"}
-BUILT_IN = set(
-    "init status review context memory config model cost usage stats doctor debug help export "
-    "plan tasks agents hooks run verify loop batch simplify".split()
-)
+BUILT_IN = {
+    "init",
+    "status",
+    "review",
+    "context",
+    "memory",
+    "config",
+    "model",
+    "cost",
+    "usage",
+    "stats",
+    "doctor",
+    "debug",
+    "help",
+    "export",
+    "plan",
+    "tasks",
+    "agents",
+    "hooks",
+    "run",
+    "verify",
+    "loop",
+    "batch",
+    "simplify",
+}
 SECTIONS = [
     "Run",
     "Read the result",

@@ -24,16 +24,26 @@ GROUPS = ("model", "data", "optim", "parallel", "run", "tracking", "experiment")
 FOREIGN = {
     "fabric": ("lightning_fabric", "cli.py"),
     "torchrun": ("torch", "distributed/run.py"),
+    "tensorboard": ("tensorboard", "plugins/core/core_plugin.py"),
     "pip": ("pip", "_internal/cli/cmdoptions.py"),
 }
 """Where the installed source of a program of others declares its flags."""
 SUFFIX = re.compile(r"\.(?:py|md|json|jsonl|yaml|toml|lock|txt|safetensors|pt|diff|sh|png|zst)$")
-OUTSIDE = set(
-    "CLAUDE_SKILL_DIR CLAUDE_PLUGIN_ROOT ARGUMENTS CUDA_VISIBLE_DEVICES OMP_NUM_THREADS HOME PATH "
-    "XDG_CACHE_HOME LOCAL_WORLD_SIZE WORLD_SIZE".split()
-)
+OUTSIDE = {
+    "CLAUDE_SKILL_DIR",
+    "CLAUDE_PLUGIN_ROOT",
+    "ARGUMENTS",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "HOME",
+    "PATH",
+    "XDG_CACHE_HOME",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+}
 """Variables of clients, launchers and shells."""
-OUTSIDE_FILES = {"tokenizer.json", ".gitignore", "CLAUDE.md", "book.txt"}
+PLACEHOLDERS = {"NAME", "FILE", "DIR", "ID", "TIME", "STAMP", "STEP"}
+OUTSIDE_FILES = {"tokenizer.json", ".gitignore", "CLAUDE.md", "book.txt", "utils.py"}
 """Files that users bring, or must not."""
 
 
@@ -171,7 +181,7 @@ class Document:
         elif program == "make":
             for target in rest:
                 self.make_target(target)
-        elif program in ("fabric", "torchrun", "srun"):
+        elif program in (*FOREIGN, "srun"):
             self.launch(program, rest)
 
     def launch(self, program: str, words: list[str]) -> None:
@@ -287,7 +297,8 @@ class Document:
             if not any(any(base.glob(path)) for base in self.bases):
                 self.say(f"names {token}, which matches no file")
             return
-        names = [n for n in path.split("/") if n not in ("..", ".") and not _placeholder(n)]
+        names = [name for name in path.split("/") if not _stands_for_many(name)]
+        names = [re.sub(r"\d{4,}$", "", name) for name in names]  # step-00000250
         missing = [n for n in names if n not in self.strings and not self.anywhere(n)]
         if missing and path not in self.strings:
             self.say(f"names {token}, but {missing[0]} is no file and stands in no code")
@@ -300,7 +311,7 @@ class Document:
         if not token or _placeholder(token) or "://" in token or f"{PLUGIN}:" in token:
             return
         if token.startswith("--"):
-            known = self.helps + self.own_helps() + _foreign_flags("pip")
+            known = self.helps + self.own_helps() + "".join(map(_foreign_flags, FOREIGN))
             if not _has_flag(known, token.split("=")[0]):
                 self.say(f"names the flag {token}, which no script that it calls has")
         elif re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+(=.*)?", token):
@@ -361,7 +372,7 @@ def _shell_lines(text: str) -> Iterator[str]:
 def _is_command(text: str) -> bool:
     words = [word for word in text.split() if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     return len(words) > 1 and bool(
-        re.fullmatch(r"(?:\S*/)?(?:python3?|fabric|torchrun|srun|bash|make)", words[0])
+        re.fullmatch(r"(?:\S*/)?(?:python3?|fabric|torchrun|srun|bash|make|tensorboard)", words[0])
     )
 
 
@@ -374,6 +385,11 @@ def _has_flag(known: str, flag: str) -> bool:
 def _placeholder(text: str) -> bool:
     """Whether the text stands for something the reader puts in its place."""
     return bool(re.search(r"[<>$\u2026]|\.\.\.", text) or re.fullmatch(r"[A-Z][A-Z0-9]*", text))
+
+
+def _stands_for_many(name: str) -> bool:
+    """Whether a part of a path has a placeholder in it, as NAME.yaml or STAMP-ID."""
+    return _placeholder(name) or not PLACEHOLDERS.isdisjoint(re.split(r"[-.]", name))
 
 
 def _fits(value: str, hint: str) -> bool:
