@@ -169,15 +169,19 @@ def _continue(folder: Path, checkpoint: Path | None) -> Resume:
 
 
 def _folders(config: Config) -> Iterator[Path]:
-    """Yield the folders of this run.name, newest stamp first."""
+    """Yield the folders of this run.name, newest stamp first; a stamp counts whole seconds."""
     pattern = re.compile(re.escape(config.run.name) + r"-(\d{8}T\d{6}Z)-[0-9a-f]{6}")
     root = Path(config.run.dir)
     try:
-        names = [entry.name for entry in root.iterdir() if pattern.fullmatch(entry.name)]
+        found = [
+            (match[1], entry.stat().st_mtime_ns, entry)
+            for entry in root.iterdir()
+            if (match := pattern.fullmatch(entry.name))
+        ]
     except OSError:
         return
-    for name in sorted(names, key=lambda name: name[-23:], reverse=True):
-        yield root / name
+    for _, _, folder in sorted(found, reverse=True):
+        yield folder
 
 
 def _last_start(folder: Path) -> dict[str, Any] | None:
