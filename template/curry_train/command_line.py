@@ -7,8 +7,10 @@ import ast
 import inspect
 import json
 import os
+import signal
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
@@ -28,6 +30,9 @@ from curry_train.config import (
 )
 from curry_train.parallel.dims import batch_world, resolve
 from curry_train.rules import shown
+
+RANK_PATIENCE = 3.0
+"""Seconds; the ranks of a busy machine start apart."""
 
 USAGE = """\
 usage: python train.py [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -57,8 +62,19 @@ def load_or_exit(argv: Sequence[str], *, project: Path | None = None) -> Config:
             sys.exit(0)
         return load_config(argv, project=project)
     except ConfigError as error:
-        print_once(str(error), sys.stderr)
-        sys.exit(2)
+        sys.exit(refuse(error))
+
+
+def refuse(error: Exception) -> int:
+    """Print on the first rank why nothing can run; returns the exit code of every rank, 2.
+
+    Launchers end all ranks as soon as one has ended: so the others wait until the first has spoken.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not _is_first_rank():
+        time.sleep(RANK_PATIENCE)
+    print_once(str(error), sys.stderr)
+    return 2
 
 
 def help_text(project: Path | None = None) -> str:
@@ -132,6 +148,10 @@ def _sentences(cls: type) -> dict[str, str]:
 
 def print_once(text: str, stream: TextIO) -> None:
     """Print on the first rank only, before any process group exists to ask."""
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-    if next((rank for rank in ranks if rank is not None), "0") == "0":
+    if _is_first_rank():
         print(text, file=stream, flush=True)
+
+
+def _is_first_rank() -> bool:
+    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    return next((rank for rank in ranks if rank is not None), "0") == "0"

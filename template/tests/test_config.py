@@ -634,10 +634,28 @@ def test_show_prints_the_resolved_values(capsys):
 def test_one_rank_speaks_and_all_end_with_2(env, prints, monkeypatch, capsys):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command_line, "RANK_PATIENCE", 0.0)
+    monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as end:
         command_line.load_or_exit(["optim.lrr=1"])
     assert end.value.code == 2
     assert ("optim.lr=1?" in capsys.readouterr().err) == prints
+
+
+@pytest.mark.dist
+def test_the_first_rank_is_heard_although_another_ends_first(tmp_path):
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import os, time\n"
+        "from curry_train.command_line import load_or_exit\n"
+        "time.sleep(1.0 if os.environ['RANK'] == '0' else 0.0)\n"
+        "load_or_exit(['seed=x'])\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = run_python(*launcher, str(program), PYTHONPATH=str(PROJECT))
+    assert result.returncode != 0
+    assert result.stderr.count("seed=x: must be an integer") == 1
+    assert "(exitcode: 2)" in result.stderr and "exitcode: -15" not in result.stderr
 
 
 def test_help_ends_with_0(capsys):
