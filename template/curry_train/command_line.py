@@ -107,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `check` or `show`."""
     parser = argparse.ArgumentParser(
         prog="python -m curry_train.config",
+        usage="python -m curry_train.config {check,show} [--json] [KEY=VALUE ...]",
         description="Look at a configuration without training.",
         epilog="`python train.py --help` lists every setting.",
         allow_abbrev=False,
