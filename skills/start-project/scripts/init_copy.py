@@ -180,4 +180,7 @@ def tell_need(session: Session, files: dict[str, File], *, install: bool) -> Non
 
 
 def size(count: int) -> str:
-    return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / 10**6:.1f} MB"
+    for unit, name in ((GB, "GB"), (10**6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1000:.0f} kB"

@@ -99,7 +99,7 @@ def place(text: str) -> Path:
     for folder in (project, *project.parents):
         if (folder / "template" / "MANIFEST").is_file() and (folder / ".claude-plugin").is_dir():
             raise InitError(f"DIR: {project} lies in the bundle {folder}; choose a folder outside")
-    bad = [char for char in str(project) if char in ":\\" or not char.isprintable()]
+    bad = [char for char in str(project) if char == os.pathsep or char < " " or char == "\x7f"]
     if bad:
         raise InitError(
             f"DIR: {str(project)!r} holds {bad[0]!r}, which environments of Python cannot have in "

@@ -44,7 +44,8 @@ def plan_upgrade(project: Path, stamp: Stamp, files: dict[str, File], version: s
     plan = Upgrade()
     moved = _gone_files(project, stamp, files, plan)
     for path, file in files.items():
-        base, mine, theirs = stamp.files.get(path), digest(project / path), file.sha256
+        base, theirs = stamp.files.get(path), file.sha256
+        mine = _found(project, path, plan)
         if mine == theirs:
             status = QUIET
         elif mine is None:
@@ -54,7 +55,7 @@ def plan_upgrade(project: Path, stamp: Stamp, files: dict[str, File], version: s
         else:
             status = "kept" if base == theirs else "beside"
         if status in ("added", "updated", "beside"):
-            _refuse_blocked(project, path)
+            _refuse_blocked(project, path, plan)
         if status in ("added", "updated"):
             plan.put(path, file, mine)
         elif status == "beside":
@@ -110,9 +111,23 @@ def _set_stamp(project: Path, stamp: Stamp, plan: Upgrade) -> None:
         plan.put(STAMP, file, found)
 
 
-def _refuse_blocked(project: Path, path: str) -> None:
+def _leaving(plan: Upgrade) -> set[str]:
+    return {step.path for step in plan.steps if step.after is None}
+
+
+def _found(project: Path, path: str, plan: Upgrade) -> str | None:
+    """Return the digest of a path as it is once the planned removals are done."""
+    found = digest(project / path)
+    if found != "folder":
+        return found
+    inside = (one for one in (project / path).rglob("*") if one.is_symlink() or not one.is_dir())
+    stays = {one.relative_to(project).as_posix() for one in inside} - _leaving(plan)
+    return found if stays else None
+
+
+def _refuse_blocked(project: Path, path: str, plan: Upgrade) -> None:
     blocked = blocked_by(project, path)
-    if blocked:
+    if blocked and blocked[0] not in _leaving(plan):
         what = blocked[1] if " " in blocked[1] else "file"
         raise InitError(
             f"{project / blocked[0]}: found a {what} where the bundle has a folder (for {path}); "
