@@ -169,6 +169,8 @@ def _sections(body: str) -> list[str]:
     purpose = plain.split("\n## ")[0]
     if not re.search(r"\b[Nn]ot for\b", purpose):
         problems.append("says nowhere before ## Run what it is not for")
+    if re.search(r"^```\w*\n[A-Z]+\n```$", body, re.MULTILINE):
+        problems.append("a block has a word in the place of real output")
     traps = re.search(r"^## Traps\n(.*?)(?=^## |\Z)", plain, re.DOTALL | re.MULTILINE)
     count = len(re.findall(r"^- ", traps.group(1), re.MULTILINE)) if traps else 0
     if traps and not 1 <= count <= 4:

@@ -136,7 +136,7 @@ class Document:
     def check(self) -> list[str]:
         text = self.path.read_text(encoding="utf-8")
         plain = re.sub(r"^```(\w*)\n(.*?)^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        spans = re.findall(r"`([^`\n]+)`", plain)
+        spans = [span for span in re.findall(r"`([^`\n]+)`", plain) if span.strip()]
         calls = [*_shell_lines(text), *(span for span in spans if _is_command(span))]
         for line in calls:
             self.command(line)
@@ -146,16 +146,19 @@ class Document:
             if "://" not in target:
                 self.file(target)
         for span in spans:
-            if not _is_command(span):
-                for token in span.split():
-                    self.token(token.strip(",;"))
+            words = span.split()
+            if (self.bases[0] / "scripts" / words[0]).is_file():
+                self.script_call(words[0], words[1:])
+            elif not _is_command(span):
+                for word in words:
+                    self.token(word.strip(",;"))
         return self.problems
 
     def script(self, word: str) -> Path | None:
         """Return the file that a command runs, or say that there is none."""
         word = word.replace("${CLAUDE_SKILL_DIR}", str(self.bases[0]))
         word = word.replace("${CLAUDE_PLUGIN_ROOT}", str(self.root))
-        for base in self.bases:
+        for base in [*self.bases, self.bases[0] / "scripts"]:
             if (base / word).is_file():
                 return base / word
         self.say(f"runs {word}, which does not exist")
@@ -289,22 +292,24 @@ class Document:
         """A path exists in the tree, or each of its names stands in the code that makes it."""
         token = token.replace("${CLAUDE_SKILL_DIR}/", "").replace("${CLAUDE_PLUGIN_ROOT}/", "")
         path = token.rstrip("/").removeprefix("./")
-        if path.startswith("../"):
+        if path.startswith(("../", "/", "~")):
+            return  # outside the tree
+        path = "/".join("*" if _stands_for_many(name) else name for name in path.split("/"))
+        if path in OUTSIDE_FILES or any(any(base.glob(path)) for base in self.bases):
             return
-        if any(base.joinpath(path).exists() for base in self.bases) or path in OUTSIDE_FILES:
+        if path in self.strings or self.anywhere(path):
             return
-        if "*" in path:
-            if not any(any(base.glob(path)) for base in self.bases):
-                self.say(f"names {token}, which matches no file")
-            return
-        names = [name for name in path.split("/") if not _stands_for_many(name)]
-        names = [re.sub(r"\d{4,}$", "", name) for name in names]  # step-00000250
-        missing = [n for n in names if n not in self.strings and not self.anywhere(n)]
-        if missing and path not in self.strings:
+        names = [re.sub(r"\d{4,}$", "", name) for name in path.split("/")]  # step-00000250
+        missing = [name for name in names if name.strip("*") not in self.strings]
+        if missing:
             self.say(f"names {token}, but {missing[0]} is no file and stands in no code")
+        elif set(names) == {"*"}:
+            self.say(f"names {token}, which matches no file")
 
-    def anywhere(self, name: str) -> bool:
-        return any(part == name for path in files(self.root) for part in path.parts)
+    def anywhere(self, path: str) -> bool:
+        """Whether the tree has a file or folder whose path ends so."""
+        ending = f"/{path}/"
+        return any(ending in f"/{relative(self.root, file)}/" for file in files(self.root))
 
     def token(self, token: str) -> None:
         token = token.strip("\"'()").removesuffix(":")
