@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from skills.targets import processes
@@ -109,16 +107,29 @@ def test_missing_modules_are_named():
         interpreter.ensure_modules(["no_such_module"], folders=[])
 
 
+HELP_AND_LIST = """
+import runpy, sys
+sys.argv[:] = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit:
+    pass
+print("LOADED", [m for m in ("torch", "numpy", "scipy", "matplotlib") if m in sys.modules])
+"""
+
+
 @pytest.mark.parametrize("script", [CUSTOM_CHECK, BENCHMARK_STEP], ids=lambda path: path.stem)
 def test_help_answers_at_once_without_torch(script, bare, tmp_path):
-    started = time.process_time(), time.time()
+    started = time.time()
     done = processes.run(script, "--help", cwd=tmp_path, python=bare)
-    assert done.returncode == 0 and time.time() - started[1] < 5
-    flags = "--project --target --set --seed --device --out --json --detach --python".split()
-    assert all(flag in done.stdout for flag in flags)
-    source = "import runpy, sys; sys.argv[:] = [sys.argv[1], '--help']\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: pass\nprint('LOADED', [m for m in ('torch', 'numpy', 'scipy', 'matplotlib') if m in sys.modules])"  # fmt: skip  # noqa: E501
+    assert done.returncode == 0 and time.time() - started < 10
+    flags = ["project", "target", "set", "seed", "device", "out", "json", "detach", "python"]
+    assert all(f"--{flag} " in done.stdout for flag in flags)
     done = subprocess.run(
-        [sys.executable, "-c", source, str(script)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", HELP_AND_LIST, str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "LOADED []" in done.stdout
 
@@ -147,7 +158,7 @@ def test_nothing_is_written_into_the_bundle(tmp_path):
     bundle = tmp_path / "bundle"
     shutil.copytree(ROOT / "skills" / "custom-check", bundle / "skills" / "custom-check")
     shutil.copy(ROOT / "plugin.json", bundle)
-    caches = [path for path in bundle.rglob("__pycache__")]
+    caches = list(bundle.rglob("__pycache__"))
     for path in caches:
         shutil.rmtree(path)
     before = sorted(bundle.rglob("*"))
@@ -173,13 +184,8 @@ def test_folders_that_cannot_be_written_are_named(tmp_path):
     assert done.returncode == 2 and "its folder does not exist" in done.stderr
 
 
-@pytest.mark.skipif(
-    not Path("/proc").is_dir() or os.geteuid() == 0, reason="root may write anywhere"
-)
-def test_a_read_only_project_is_named(tmp_path):
-    tmp_path.chmod(0o555)
-    try:
-        done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path)
-    finally:
-        tmp_path.chmod(0o755)
-    assert done.returncode == 2 and "cannot write into" in done.stderr
+def test_a_project_whose_runs_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "runs").write_text("a file where a folder belongs")
+    done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path)
+    assert done.returncode == 2 and f"cannot write into {tmp_path}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -20,9 +20,8 @@ from kit.errors import UsageError
 from kit.report import EXIT_CODES, MAX_LINES, Report, append_ledger, plain, render, write_json
 
 TEXT, NULLABLE = {"type": "string"}, {"type": ["string", "null"]}
-KEYS = (
-    "schema skill version verdict summary checks numbers evidence next artifacts target env".split()
-)
+KEYS = ["schema", "skill", "version", "verdict", "summary", "checks", "numbers", "evidence"]
+KEYS += ["next", "artifacts", "target", "env"]
 CHECK = {
     "type": "object",
     "required": ["id", "verdict", "value", "threshold", "unit", "message", "fix"],

@@ -33,7 +33,7 @@ sys.path.insert(0, str(KIT_HOME))
 from kit import cli  # noqa: E402
 from kit.batches import count_targets  # noqa: E402
 from kit.errors import UsageError  # noqa: E402
-from kit.report import Report, device_name  # noqa: E402
+from kit.report import SCHEMA, Report, device_name  # noqa: E402
 from kit.state import preserved  # noqa: E402
 from kit.target import Target  # noqa: E402
 from kit.user_code import user_code  # noqa: E402
@@ -108,11 +108,17 @@ def read_baseline(path: Path) -> dict[str, Any]:
         raise UsageError(f"--baseline {path}: {error.strerror}", wanted) from None
     except ValueError:
         raise UsageError(f"--baseline {path} is no JSON", wanted) from None
-    numbers = report.get("numbers") if isinstance(report, dict) else None
-    known = isinstance(numbers, dict) and report.get("skill") == SKILL and report.get("schema") == 1
-    needed = ("step_time", "targets_per_step", "targets_unit")
-    if not known or not all(numbers.get(key) for key in needed):
-        raise UsageError(f"--baseline {path} has no step time", wanted)
+    if (
+        not isinstance(report, dict)
+        or report.get("skill") != SKILL
+        or report.get("schema") != SCHEMA
+    ):
+        raise UsageError(f"--baseline {path} is no report of {SKILL}", wanted)
+    numbers = report.get("numbers")
+    for key in ("step_time", "targets_per_step"):
+        number = numbers.get(key) if isinstance(numbers, dict) else None
+        if not isinstance(number, (int, float)) or number <= 0:
+            raise UsageError(f"--baseline {path} has {key} {number!r}", wanted)
     return report
 
 
@@ -129,13 +135,15 @@ def benchmark(call: cli.Invocation) -> Report:
         numbers, notes = measure(call, target)
     report = Report(SKILL, numbers=numbers, evidence=notes)
     times = numbers.get("step_times")
-    low, high = add_interval(report, times)
+    bounds = add_interval(report, times)
     judge_noise(report)
     if baseline is not None:
         given = args.tolerance
         limit = THRESHOLDS["step-time-ratio"] if given is None else 1 + given
         judge_ratio(report, baseline, limit)
-    spread = "" if low is None else f" [{milliseconds(low)}, {milliseconds(high)}]"
+        if baseline["target"]["config_hash"] != target.config_hash:
+            report.evidence.append("the baseline is of another configuration or source")
+    spread = f" [{', '.join(map(milliseconds, bounds))}]" if bounds else ""
     report.summary = (
         f"step {milliseconds(numbers['step_time'])} ms{spread}, "
         f"{numbers['tokens_per_s']:,.0f} {numbers['targets_unit']}/s on {target.device}"
@@ -282,17 +290,14 @@ def peak_memory(device: Any) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def add_interval(
-    report: Report, times: Sequence[float] | None
-) -> tuple[float | None, float | None]:
+def add_interval(report: Report, times: Sequence[float] | None) -> tuple[float, float] | None:
     """Add the 95 % bootstrap interval of the median step time, when scipy is there."""
     if not times:
-        return None, None
-    bounds = bootstrap([times], lambda values, axis: _median(values, axis))
+        return None
+    bounds = bootstrap([times], _median)
     if bounds is None:
         report.evidence.append("no interval: this environment has no scipy")
-        return None, None
-    report.numbers["step_time_95"] = list(bounds)
+    report.numbers["step_time_95"] = list(bounds) if bounds else None
     return bounds
 
 
@@ -311,14 +316,8 @@ def bootstrap(samples: list[Sequence[float]], statistic: Any) -> tuple[float, fl
     if all(len(set(sample)) == 1 for sample in samples):
         value = float(statistic(*samples, axis=-1))
         return value, value
-    result = stats.bootstrap(
-        samples,
-        statistic,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        random_state=0,
-        vectorized=True,
-    )
+    options: dict[str, Any] = {"n_resamples": RESAMPLES, "method": "percentile", "random_state": 0}
+    result = stats.bootstrap(samples, statistic, vectorized=True, **options)
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
@@ -347,7 +346,7 @@ def refuse_other_hardware(baseline: dict[str, Any], target: Target) -> None:
     """A step time compares only with one of the same device and thread count."""
     threads = sys.modules["torch"].get_num_threads()
     here = {"device_name": device_name(target.device), "threads": threads}
-    there = {key: baseline.get("env", {}).get(key) for key in here}
+    there = {key: baseline["env"].get(key) for key in here}
     if here != there:
         raise UsageError(
             f"the baseline was measured on {there['device_name']} with {there['threads']} threads, "
@@ -360,9 +359,9 @@ def refuse_other_hardware(baseline: dict[str, Any], target: Target) -> None:
 def judge_ratio(report: Report, baseline: dict[str, Any], limit: float) -> None:
     """Compare the time per token or sample; between the interval's ends there is no verdict."""
     ours, theirs = report.numbers, baseline["numbers"]
-    if ours["targets_unit"] != theirs["targets_unit"]:
+    if ours["targets_unit"] != theirs.get("targets_unit"):
         raise UsageError(
-            f"the baseline counts {theirs['targets_unit']}, this target {ours['targets_unit']}",
+            f"the baseline counts {theirs.get('targets_unit')}, this target {ours['targets_unit']}",
             "both must count the same",
         )
     scale = theirs["targets_per_step"] / ours["targets_per_step"]
