@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curry_train.data import DataError, part_pool, prepare, shard_writer, sources, splits
+from curry_train.data import (
+    DataError,
+    folder_lock,
+    part_pool,
+    prepare,
+    shard_writer,
+    sources,
+    splits,
+)
 from curry_train.data.part_pool import PartPool, WorkerDied
 from curry_train.data.sources import cut_text, find_source, plan_parts, read_documents
 from curry_train.data.token_file import read_corpus
@@ -282,24 +290,20 @@ def test_a_killed_run_continues_and_leaves_nothing_half_made(tmp_path, many_part
         process.wait()
         assert not out.exists() or read_corpus(out, verify=True).hash == straight.hash
     finished = list(partial.glob("*.shard.json"))
-    kept = {f: f.stat().st_mtime_ns for f in partial.glob("corpus/shard-*.bin")}
-    damaged = None
-    if len(finished) > 1:
-        damaged = (
-            partial
-            / "corpus"
-            / finished[0].name.replace("part", "shard").replace(".shard.json", ".bin")
+    kept = {
+        path: path.stat().st_mtime_ns
+        for record in finished
+        for path in partial.glob(
+            record.name.replace("part", "corpus/shard").replace("shard.json", "bin")
         )
-        damaged.write_bytes(b"torn")
+    }
     assert run_cli(many_parts, "--out", out).returncode == 0
     assert read_corpus(out, verify=True).manifest == straight.manifest
     assert sorted(p.name for p in out.iterdir()) == sorted(
         p.name for p in straight.folder.iterdir()
     )
-    for path in kept:
-        record = partial / path.name.replace("shard", "part").replace(".bin", ".shard.json")
-        if path != damaged and record in finished:
-            assert (out / path.name).stat().st_mtime_ns == kept[path], "finished work is kept"
+    for path, modified in kept.items():
+        assert (out / path.name).stat().st_mtime_ns == modified, "finished work is kept"
     assert no_leftovers(tmp_path)
 
 
@@ -308,7 +312,7 @@ def test_finished_parts_are_verified_and_kept(tmp_path, many_parts, monkeypatch)
 
     def dying(*job):
         written.append(job[1].index)
-        if len(written) == 2:
+        if len(written) == 3:
             raise KeyboardInterrupt
         return original(*job)
 
@@ -317,11 +321,13 @@ def test_finished_parts_are_verified_and_kept(tmp_path, many_parts, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         make(many_parts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    shard = tmp_path / ".out.partial" / "corpus" / "shard-00000.bin"
-    before = shard.stat().st_mtime_ns
+    first, second = (tmp_path / ".out.partial" / "corpus" / f"shard-0000{n}.bin" for n in (0, 1))
+    first.write_bytes(b"torn")
+    before = second.stat().st_mtime_ns
     monkeypatch.undo()
     corpus = make(many_parts, tmp_path / "out")
-    assert (corpus.folder / shard.name).stat().st_mtime_ns == before
+    assert (corpus.folder / second.name).stat().st_mtime_ns == before, "kept"
+    assert shas(read_corpus(corpus.folder, verify=True)) == shas(make(many_parts, tmp_path / "new"))
 
 
 def test_a_changed_input_discards_what_was_finished(tmp_path, monkeypatch):
@@ -349,6 +355,27 @@ def test_several_processes_at_once_make_one_corpus(tmp_path, many_parts):
     assert len({json.loads(out)["hash"] for out, _ in ends}) == 1
     assert sum("write tokens" in err for _, err in ends) == 1, "one prepares, the others wait"
     assert no_leftovers(tmp_path)
+
+
+def test_a_lock_in_a_folder_that_vanished_is_no_lock(tmp_path, monkeypatch):
+    folder = tmp_path / "work"
+    original = folder_lock.fcntl.flock
+    calls = []
+
+    def late(*arguments):
+        """The owner finishes between this process's open and its lock."""
+        if not calls:
+            folder_lock.remove_folder(folder)
+        calls.append(arguments)
+        original(*arguments)
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", late)
+    with folder_lock.locked(folder):
+        assert (folder / "lock").exists()
+    assert len(calls) == 2
+    with folder_lock.locked(folder), pytest.raises(BlockingIOError):
+        with (folder / "lock").open("w") as other:
+            original(other, folder_lock.fcntl.LOCK_EX | folder_lock.fcntl.LOCK_NB)
 
 
 def test_a_killed_worker_is_named_and_its_work_kept(many_parts):

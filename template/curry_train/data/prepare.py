@@ -293,6 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     default = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m curry_train.data.prepare",
+        usage="python -m curry_train.data.prepare INPUT [INPUT ...] --out DIR [options]",
         description="Turn text into a corpus that data.input can name.",
         epilog="Killed, it continues where it was when the same command is run again. A document "
         "is a record (jsonl, parquet), a file (where there are 100 text files or more) or a piece "
@@ -300,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help=".txt, .jsonl, .jsonl.zst, .parquet or a folder")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--out", type=Path, metavar="DIR", help="folder to make")
     add("--tokenizer", default=default.tokenizer, help="byte (default), bpe, or a tokenizer.json")
     add(
         "--bpe-vocab-size",
@@ -391,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     started = time.monotonic()
     try:
+        if arguments.out is None:
+            raise DataError("no --out; name the folder to make")
         if not arguments.verify:
             settings = Settings(
                 arguments.tokenizer,
