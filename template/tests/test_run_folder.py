@@ -180,7 +180,7 @@ def test_logging_never_raises_and_counts_what_was_lost(tmp_path):
 
 def test_the_end_says_status_reason_and_code_once(tmp_path):
     run = start(setup(tmp_path))
-    run.log(7, {"loss": 1.0})
+    run.log(7, {"loss": 1.0, "tokens": 700})
     with pytest.raises(ValueError, match="status 'good' is unknown; allowed: done, preempted"):
         run.finish("good")
     run.finish("aborted", "loss not finite", 4)
@@ -189,7 +189,8 @@ def test_the_end_says_status_reason_and_code_once(tmp_path):
     run.event("note")
     (end,) = events(run, "end")
     assert (end["status"], end["reason"], end["code"]) == ("aborted", "loss not finite", 4)
-    assert end["step"] == 7 and len(read_lines(run.dir / "metrics.jsonl")) == 1
+    assert (end["step"], end["tokens"]) == (7, 700)
+    assert len(read_lines(run.dir / "metrics.jsonl")) == 1
 
 
 def test_a_sample_is_kept_in_the_journal(tmp_path):

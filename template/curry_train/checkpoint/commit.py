@@ -35,6 +35,10 @@ _STALE_SECONDS = 3600.0
 def claim(final: Path, samples_consumed: int) -> Path | None:
     """Make the temporary folder of a save; None when this very state is already saved.
 
+    Resume is exact, so step and data position decide the state: a complete checkpoint of both is
+    kept as it is. At another position it belongs to another history and the save is refused. A
+    folder of that name that is not complete is moved aside to step-XXXXXXXX.incomplete-<hex>.
+
     Raises: CheckpointError when the step is saved at another data position.
     """
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -77,18 +77,16 @@ def save(
     expert_count: experts of the whole model; tensors named `.experts.` must have it as shape[0].
     None takes num_experts of meta["model"].
 
-    A step that is already saved is never overwritten. It is kept and returned when it stands at
-    the same data position: resume is exact, so step and position decide the state. At another
-    position it belongs to another history and the save is refused. A folder of that name that
-    is not complete is moved aside to step-XXXXXXXX.incomplete-<hex>.
-
     keep: newest complete checkpoints that stay, this one included; 0 keeps all.
+    A step that is already saved is never overwritten: see commit.claim.
+
     Group: world; a few object collectives.
     Raises: CheckpointError on every rank; the checkpoints that were there stay valid.
     """
     final = Path(root) / folder_name(step)
     if expert_count is None:
-        expert_count = dict(meta).get("model", {}).get("num_experts")
+        model = meta.get("model")
+        expert_count = model.get("num_experts") if isinstance(model, dict) else None
     problems = _tensor_problems(tensors, expert_count) + _tensor_problems(rank_tensors, None)
     _agree(mesh, problems + _meta_problems(step, meta, files, keep))
     temporary = _on_rank_zero(mesh, lambda: commit.claim(final, meta["samples_consumed"]))

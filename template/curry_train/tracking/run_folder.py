@@ -190,7 +190,8 @@ class Writer:
         project: Path | None,
     ) -> None:
         self.folder, self.resume = _make_folder(config, resume), resume
-        self._warned, self._dropped, self._last_step = False, 0, 0
+        self._warned, self._dropped = False, 0
+        self._last_step, self._tokens = 0, 0
         self._lease = Lease.acquire(self.folder)
         try:
             before = read_config(self.folder)
@@ -219,11 +220,11 @@ class Writer:
         packages = provenance.packages()
         self._write_files(config, argv, packages, project)
         source = {} if self.resume.checkpoint is None else read_manifest(self.resume.checkpoint)
-        self._last_step, tokens = source.get("step", 0), source.get("tokens")
+        self._last_step, self._tokens = source.get("step", 0), source.get("tokens", 0)
         self._journal.event(
             "start",
             step=self._last_step,
-            tokens=tokens,
+            tokens=self._tokens,
             argv=scrub.scrub_argv(argv),
             config_hash=config_hash(config),
             resume_hash=resume_hash(config, data_hash),
@@ -246,7 +247,7 @@ class Writer:
             self._journal.event(
                 "resume",
                 step=self._last_step,
-                tokens=tokens,
+                tokens=self._tokens,
                 checkpoint=str(self.resume.checkpoint),
                 from_attempt=self._journal.attempt - 1 or None,
                 samples_consumed=source.get("samples_consumed"),
@@ -275,7 +276,7 @@ class Writer:
         _keep_older(self.folder / FAILURE, None, self._journal.attempt)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        self._last_step = max(self._last_step, step)
+        self._last_step, self._tokens = step, row.get("tokens", self._tokens)
         head = {"step": step, "attempt": self.resume.attempt, "tokens": row.get("tokens")}
         full = {**head, "time": time.time(), **row, "step": step, "attempt": self.resume.attempt}
         try:
@@ -288,7 +289,8 @@ class Writer:
     def event(
         self, ev: str, step: int | None, tokens: int | None, fields: Mapping[str, Any]
     ) -> None:
-        self._last_step = max(self._last_step, step or 0)
+        self._last_step = self._last_step if step is None else step
+        self._tokens = self._tokens if tokens is None else tokens
         try:
             self._journal.event(ev, step=step, tokens=tokens, **fields)
         except OSError as error:
@@ -299,7 +301,7 @@ class Writer:
         self.loggers.call("finish", status)
         dropped = {"dropped": self._dropped, "tracker_dropped": self.loggers.dropped}
         ending = {"status": status, "reason": reason, "code": code, **dropped}
-        self.event("end", self._last_step, None, ending)
+        self.event("end", self._last_step, self._tokens, ending)
         try:
             self._metrics.sync()
         except OSError as error:
