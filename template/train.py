@@ -55,15 +55,17 @@ def train(config: Config, argv: list[str]) -> int:
             if not out.finite:
                 run.event("anomaly", step=step, what="update skipped", **out.row())
             if last or due(step, config.run.eval_every):
-                row |= evaluate(runtime)
-                run.event("eval", step=step, **row)
-                progress.say(f"step {step}  val/loss {row['val/loss']:.4f}")
+                scores = evaluate(runtime)
+                row |= scores
+                run.event("eval", step=step, tokens=runtime.tokens, **scores)
+                progress.say(f"step {step}  val/loss {scores['val/loss']:.4f}")
             if last or step == 1 or "val/loss" in row or due(step, config.run.log_every):
                 run.log(step, {**row, "memory_bytes": peak_memory(mesh.device)})
             if broken:
                 status, reason = "aborted", broken
                 break
             if stop:
+                progress.say(f"{signal_name(stop)}: stopping after step {step}")
                 run.event("signal", step=step, name=signal_name(stop))
                 run.event("stop_requested", step=step, by=signal_name(stop))
             if stop or last or due(step, config.run.save_every):

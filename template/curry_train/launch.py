@@ -6,6 +6,7 @@ no strategy object, sampler or clip hook of Lightning is in the way of the train
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -116,6 +117,7 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
         return Mesh.single(pick_device(config.accelerator))
     from lightning_fabric import Fabric
 
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # banners of every launch
     arguments = fabric_arguments(config, os.environ)
     if arguments.get("devices") == "auto" and not torch.cuda.is_available():
         arguments["devices"] = 1
@@ -194,11 +196,17 @@ def launch(
     A crash is told once, by the rank that failed first, with its whole traceback; ranks that only
     lost a peer print one line. All of them end with code 1 within PEER_GRACE seconds.
     """
+    from curry_train.checkpoint import CheckpointError
+    from curry_train.parallel.mesh import agreed
     from curry_train.tracking.run_folder import Run
 
     signals = StopSignals()
-    mesh = join_processes(config, spawn=True)
-    run = Run.open(config, mesh, argv=argv, data_hash=corpus.hash)
+    try:
+        mesh = join_processes(config, spawn=True)
+        run = Run.open(config, mesh, argv=argv, data_hash=corpus.hash)
+    except ConfigError:
+        close_group()
+        raise
     watch_peers(run, mesh)
     try:
         yield mesh, run, signals
@@ -206,18 +214,24 @@ def launch(
         print("stopped by a second SIGINT; the last checkpoint stands", file=sys.stderr)
         run.finish("preempted", "second SIGINT", 0)
         leave(0)
-    except (Exception, MemoryError) as error:
+    except CheckpointError as error:
+        # Every rank raises it with the same text, and no traceback says more than it does.
+        if mesh.rank == 0:
+            print(error, file=sys.stderr)
+        run.finish("crashed", str(error), 1)
+        leave(1)
+    except Exception as error:
         report_crash(error, run, mesh)
         leave(1)
-    finish_processes()
+    agreed(0, mesh)  # nobody leaves while another rank may still need it
+    close_group()
 
 
-def finish_processes() -> None:
+def close_group() -> None:
     """Close the process group; without this some launchers see an abort after a clean end."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 

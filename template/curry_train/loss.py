@@ -15,8 +15,9 @@ from curry_train.data.loader import IGNORED, Batch
 
 
 class TokenSums(NamedTuple):
-    """Totals of one micro-batch, as scalar tensors in float32 (float64 under fp64).
+    """Totals of one micro-batch, as scalar tensors in float64 (float32 on mps).
 
+    Adding in float64 makes the reported loss independent of how samples are split over ranks.
     nll: negative log likelihood in nats; aux, z: auxiliary losses of each sequence times its token
     count, coefficients included; count: non-ignored targets, int64.
     """
@@ -32,9 +33,8 @@ class TokenSums(NamedTuple):
         return self.nll + self.aux + self.z
 
     def detached(self) -> Tensor:
-        """Return [nll, aux, z, count] in the dtype of `zero_totals`."""
-        wide = wide_dtype(self.nll.device)
-        return torch.stack([part.detach().to(wide) for part in self])
+        """Return [nll, aux, z, count] as one tensor."""
+        return torch.stack([part.detach().to(self.nll.dtype) for part in self])
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -56,13 +56,14 @@ def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     out = model(batch["input_ids"], batch.get("position_ids"), batch.get("doc_ids"))
     labels = batch["labels"]
     logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
+    wide = wide_dtype(labels.device)
     nll = F.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    ).sum(dtype=wide)
     tokens_B = (labels != IGNORED).sum(1)
     zero = nll.new_zeros(())
-    aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum()
-    z = zero if out.z_loss is None else (out.z_loss * tokens_B).sum()
+    aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum(dtype=wide)
+    z = zero if out.z_loss is None else (out.z_loss * tokens_B).sum(dtype=wide)
     return TokenSums(nll, aux, z, tokens_B.sum())
 
 

@@ -1,0 +1,108 @@
+"""A copy of this project in a temporary folder, and runs of it as a user would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns("runs", ".cache", "__pycache__", ".venv", ".pytest_cache")
+# Two blocks of experts, small enough that starting a process costs more than training it.
+SMALL = (
+    "model.num_hidden_layers=2",
+    "model.moe_intermediate_size=32",
+    "run.sample_tokens=0",
+    "run.log_every=1",
+    "run.eval_every=0",
+    "run.save_every=0",
+    "data.val_fraction=0.01",
+    "accelerator=cpu",
+)
+
+
+def copy_project(folder: Path) -> Path:
+    project = folder / "project"
+    shutil.copytree(SOURCE, project, ignore=LEFT_OUT)
+    return project
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command(way: str, *settings: str) -> list[str]:
+    """The command line of a launch way: python, python2, fabric, fabric2 or torchrun2."""
+    fabric = [str(Path(sys.executable).parent / "fabric"), "run", f"--main-port={free_port()}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    starts = {
+        "python": [sys.executable, "train.py"],
+        "python2": [sys.executable, "train.py", "devices=2"],
+        "fabric": [*fabric, "train.py"],
+        "fabric2": [*fabric, "--devices=2", "train.py"],
+        "torchrun2": [*torchrun, "--nproc_per_node=2", "train.py"],
+    }
+    return [*starts[way], *settings]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LT_", "TORCHELASTIC"))}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "PYTHONPATH"):
+        env.pop(name, None)
+    return {**env, **extra}
+
+
+def start(project: Path, way: str, *settings: str, **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(way, *settings), cwd=project, env=environment(**env), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def run(project: Path, way: str, *settings: str, timeout: float = 180, **env: str):
+    """Run to the end; returns (exit code, stdout, stderr)."""
+    process = start(project, way, *settings, **env)
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The objects of a JSON lines file; a torn last line is dropped, as readers do."""
+    found = []
+    for line in (folder / name).read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            found.append(json.loads(line))
+    return found
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss by step, of the highest attempt."""
+    best: dict[int, tuple[int, float]] = {}
+    for row in rows(folder):
+        if "loss" in row:
+            best[row["step"]] = max(best.get(row["step"], (0, 0.0)), (row["attempt"], row["loss"]))
+    return {step: loss for step, (_, loss) in sorted(best.items())}
+
+
+def run_folders(project: Path) -> list[Path]:
+    return sorted(path for path in (project / "runs").iterdir() if path.is_dir())
+
+
+def wait_for_step(project: Path, step: int, timeout: float = 90) -> Path:
+    """Wait until the only run folder has logged `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        found = run_folders(project) if (project / "runs").is_dir() else []
+        if found and (found[-1] / "metrics.jsonl").exists():
+            if any(row["step"] >= step for row in rows(found[-1])):
+                return found[-1]
+        time.sleep(0.05)
+    raise AssertionError(f"no run reached step {step} within {timeout} s")
