@@ -507,6 +507,28 @@ def test_a_full_disk_drops_the_new_checkpoint_and_keeps_the_old(tmp_path):
     assert_bitwise(load(first), state(1))
 
 
+def test_a_manifest_that_finds_no_room_drops_the_save(tmp_path):
+    first = save(tmp_path, 1)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        try:
+            save(tmp_path, 2, {f"w{i}": torch.zeros(1) for i in range(30)}, rank_tensors={})
+        except CheckpointError as error:
+            os._exit(0 if "step-00000002 cannot be written" in str(error) else 3)
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", first.name]
+
+
+def test_a_pointer_that_cannot_be_moved_does_not_undo_the_checkpoint(tmp_path):
+    (tmp_path / "latest").mkdir()
+    with pytest.warns(UserWarning, match="latest could not be moved"):
+        path = save(tmp_path, 2)
+    assert dcp.latest(tmp_path) == path
+
+
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in problems_of(save, tmp_path / "file" / "checkpoints", 1)

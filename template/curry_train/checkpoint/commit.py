@@ -60,15 +60,28 @@ def claim(final: Path, samples_consumed: int) -> Path | None:
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest, flush it, give the folder its name and point `latest` to it."""
+    """Write the manifest, flush it, give the folder its name and point `latest` to it.
+
+    Once the folder has its name the checkpoint stands: a pointer that cannot be moved is a warning.
+    Raises: CheckpointError when the disk refuses before that.
+    """
     content = {**manifest, "sha256": manifest_sha256(dict(manifest))}
-    _write_synced(temporary / MANIFEST, json.dumps(content) + "\n")
-    _sync_folder(temporary)
-    os.replace(temporary, final)
-    pointer = final.parent / f"latest.tmp-{secrets.token_hex(3)}"
-    _write_synced(pointer, final.name + "\n")
-    os.replace(pointer, final.parent / "latest")
-    _sync_folder(final.parent)
+    try:
+        _write_synced(temporary / MANIFEST, json.dumps(content) + "\n")
+        _sync_folder(temporary)
+        os.replace(temporary, final)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final} cannot be written: {error.strerror}; older checkpoints stay valid. Free disk "
+            "space or lower run.keep"
+        ) from error
+    try:
+        pointer = final.parent / f"latest.tmp-{secrets.token_hex(3)}"
+        _write_synced(pointer, final.name + "\n")
+        os.replace(pointer, final.parent / "latest")
+        _sync_folder(final.parent)
+    except OSError as error:
+        warnings.warn(f"{final.parent / 'latest'} could not be moved: {error}", stacklevel=2)
 
 
 def prune(root: Path, keep: int, newest: Path) -> None:
