@@ -307,6 +307,26 @@ def test_a_killed_run_continues_and_leaves_nothing_half_made(tmp_path, many_part
     assert no_leftovers(tmp_path)
 
 
+def test_ctrl_c_is_one_line_and_the_run_can_go_on(tmp_path, many_parts):
+    command = [sys.executable, "-m", "curry_train.data.prepare", str(many_parts)]
+    command += ["--out", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen(
+        command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    while not (tmp_path / ".out.partial" / "corpus").exists():
+        time.sleep(0.002)
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    out, err = process.communicate(timeout=60)
+    lines = [line for line in err.splitlines() if "MB/s" not in line]
+    assert lines == ["prepare: interrupted; run the same command again to continue"]
+    assert (process.returncode, out) == (130, "")
+    assert not (tmp_path / "out").exists()
+    assert run_cli(many_parts, "--out", tmp_path / "out").returncode == 0
+    assert no_leftovers(tmp_path)
+
+
 def test_finished_parts_are_verified_and_kept(tmp_path, many_parts, monkeypatch):
     written = []
 

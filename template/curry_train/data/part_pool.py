@@ -7,6 +7,7 @@ may hang; they end with their parent, even when it is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, resource_tracker
 from typing import Any
 
 from curry_train.data import DataError
@@ -51,7 +52,8 @@ class PartPool:
             return self._watch(title, (function(*job) for job in jobs))
         pool = ProcessPoolExecutor(self.workers, get_context("spawn"), initializer=_start_worker)
         try:
-            futures = [pool.submit(function, *job) for job in jobs]
+            with _interrupts_held_back():
+                futures = [pool.submit(function, *job) for job in jobs]
             return self._watch(title, (future.result() for future in futures))
         except BrokenProcessPool:
             raise WorkerDied(
@@ -102,9 +104,19 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait; processes started meanwhile never see it, though a terminal tells all."""
+    resource_tracker.ensure_running()  # its first start would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when the parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Use one core, and end when the parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
 
