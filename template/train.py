@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from curry_train.command_line import load_or_exit, print_once
+from curry_train.command_line import load_or_exit, refuse
 from curry_train.config import Config, ConfigError
 from curry_train.data import DataError
 from curry_train.launch import launch, prepare_environment, signal_name
@@ -107,8 +107,7 @@ def main(argv: list[str]) -> int:
             return print_plan(config)
         return train(config, argv)
     except (ConfigError, DataError) as error:
-        print_once(str(error), sys.stderr)
-        return 2
+        return refuse(error)
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ class OptimConfig:
 
     lr: float = 2e-3
     """Peak learning rate."""
-    min_lr: float = 2e-4
-    """Learning rate at run.max_steps."""
+    min_lr: float | None = None
+    """Learning rate at run.max_steps; null is a tenth of lr."""
     warmup_steps: int = 50
     """Steps of linear warm-up; may exceed run.max_steps."""
     schedule: str = "cosine"

@@ -38,15 +38,16 @@ def lr_at(step: int, optim: OptimConfig, max_steps: int) -> float:
     """Return the learning rate used in optimizer step `step` (the first is 1).
 
     Warm-up is linear and reaches optim.lr at step warmup_steps. After it: `cosine` falls to
-    min_lr at max_steps; `wsd` stays and falls linearly over the last decay_steps; `constant` stays.
+    min_lr (null: a tenth of lr) at max_steps; `wsd` stays and falls linearly over the last decay_steps; `constant` stays.
     A warm-up longer than the run is cut off, never squeezed.
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
-    span = optim.lr - optim.min_lr
+    floor = optim.lr / 10 if optim.min_lr is None else optim.min_lr
+    span = optim.lr - floor
     if optim.schedule == "cosine":
         done = (step - optim.warmup_steps) / max(max_steps - optim.warmup_steps, 1)
-        return optim.min_lr + span * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+        return floor + span * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
     if optim.schedule == "wsd":
         length = optim.decay_steps or max(max_steps // 5, 1)
         start = max(max_steps - length, optim.warmup_steps)

@@ -161,7 +161,8 @@ def _sequence(config: Config) -> Iterator[str]:
 
 def _optim(config: Config) -> Iterator[str]:
     optim = config.optim
-    if optim.schedule != "constant" and optim.min_lr > optim.lr > 0:
+    floor = optim.min_lr
+    if optim.schedule != "constant" and floor is not None and floor > optim.lr > 0:
         yield (
             f"{named(config, 'optim.min_lr')}: above the peak {named(config, 'optim.lr')};"
             f" set optim.min_lr={optim.lr / 10:g}, say"

@@ -69,7 +69,7 @@ def test_the_default_is_the_quickstart():
     assert (model.hidden_size, model.num_attention_heads, model.num_key_value_heads) == (128, 4, 2)
     assert (model.num_experts_per_tok, model.moe_intermediate_size) == (2, 176)
     assert (config.data.seq_len, config.data.global_batch_size) == (128, 8)
-    assert (config.optim.lr, config.optim.min_lr, config.optim.warmup_steps) == (2e-3, 2e-4, 50)
+    assert (config.optim.lr, config.optim.min_lr, config.optim.warmup_steps) == (2e-3, None, 50)
     assert (config.run.max_steps, config.run.name) == (1000, "quickstart")
     assert load_config(["experiment=quickstart"]) == config == load_config(["experiment=null"])
 

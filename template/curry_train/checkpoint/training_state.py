@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from curry_train.checkpoint import dcp
-from curry_train.config import Config, ModelConfig, config_hash
+from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 from curry_train.models.protocol import build_model, named_state, saved_view
 from curry_train.optim import materialise_state
@@ -141,7 +141,8 @@ def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
             f"{path} holds no complete checkpoint; give a run folder or a checkpoints/step-* folder"
         )
     manifest = dcp.read_manifest(checkpoint)
-    config = Config(model=ModelConfig(**manifest["model"]))
+    schema = model_schema(manifest["model"]["architecture"])
+    config = Config(model=schema(**manifest["model"]))
     model = build_model(config, "cpu")
     load_weights(model, checkpoint)
     tokenizer = load_tokenizer(checkpoint / TOKENIZER)

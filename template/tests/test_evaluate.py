@@ -1,0 +1,57 @@
+"""Validation is the whole split, whatever the batches, in nats per token and bits per byte."""
+
+import math
+
+import pytest
+import torch
+
+from curry_train.config import DataConfig
+from curry_train.data import open_corpus
+from curry_train.data.loader import validation_batches
+from curry_train.evaluate import evaluate
+from curry_train.runtime import build_runtime
+
+SMALL = ("model.num_hidden_layers=1", "model.num_experts=0", "data.val_fraction=0.01",
+         "precision=fp64", "accelerator=cpu")  # fmt: skip
+
+
+def test_val_loss_is_the_mean_over_every_held_out_token_and_bpb_counts_bytes():
+    runtime = build_runtime(SMALL)
+    scores = evaluate(runtime)
+    nll, tokens = 0.0, 0
+    for batch in validation_batches(runtime.corpus, runtime.config.data, micro_batch_size=3):
+        with torch.no_grad():
+            logits = runtime.model(batch["input_ids"]).logits[..., :257]
+        picked = batch["labels"] != -100
+        log_probs = logits.log_softmax(-1)[picked]
+        nll -= log_probs.gather(-1, batch["labels"][picked][:, None]).sum().item()
+        tokens += int(picked.sum())
+    assert tokens == runtime.corpus.val.tokens
+    assert scores["val/loss"] == pytest.approx(nll / tokens, rel=1e-12)
+    text = runtime.corpus.val.bytes
+    assert scores["val/bpb"] == pytest.approx(nll / math.log(2) / text, rel=1e-12)
+    assert text < tokens, "document ends are tokens and no bytes"
+
+
+@pytest.mark.parametrize("micro", [1, 5, 64])
+def test_val_loss_does_not_depend_on_the_micro_batch(micro):
+    base = evaluate(build_runtime(SMALL))
+    sizes = (f"data.global_batch_size={micro}", f"data.micro_batch_size={micro}")
+    other = evaluate(build_runtime((*SMALL, *sizes)))
+    assert other["val/loss"] == pytest.approx(base["val/loss"], rel=1e-12)
+
+
+def test_evaluation_leaves_training_as_it_was():
+    runtime = build_runtime(SMALL)
+    runtime.batches.next_step()
+    before = runtime.batches.samples_consumed
+    evaluate(runtime)
+    assert runtime.batches.samples_consumed == before and runtime.model.training
+    assert all(p.grad is None for p in runtime.model.parameters())
+
+
+def test_build_runtime_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build_runtime(SMALL)
+    assert list(tmp_path.iterdir()) == []
+    assert open_corpus(DataConfig(), cache_dir=None).train.tokens > 300_000

@@ -1,0 +1,148 @@
+"""SIGKILL at random moments of training and saving: nothing that was saved is ever lost.
+
+Runs are forked from this process, which has imported everything, so that a kill costs a second.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from projects import SMALL, losses, rows
+
+import train
+from curry_train.checkpoint import dcp
+from curry_train.command_line import load_or_exit
+from curry_train.tracking.journal import read_journal
+
+KILLS = 20 if os.environ.get("CURRY_TRAIN_FULL") else 5
+STEPS = 30
+
+
+def start_forked(folder: Path, *settings: str) -> int:
+    """Start train.py's main in a fork; its run folders lie in `folder`. Returns the pid."""
+    argv = [*SMALL, f"run.max_steps={STEPS}", f"run.dir={folder}", *settings]
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.setsid()
+            sink = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(sink, sys.stdout.fileno() if sys.stdout.isatty() else 1)
+            torch.set_num_threads(1)
+            code = train.main(argv)
+        finally:
+            os._exit(code)
+    return pid
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_imported(tmp_path_factory):
+    """Train two steps once in this process' child and import what a run needs in the parent."""
+    import lightning_fabric  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+
+    import curry_train.checkpoint.training_state
+    import curry_train.evaluate
+    import curry_train.generate
+    import curry_train.step  # noqa: F401
+
+    load_or_exit([])
+    os.chdir(tmp_path_factory.mktemp("work"))  # the corpus cache is relative
+
+
+def finished(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def run_whole(folder: Path, *settings: str) -> Path:
+    assert finished(start_forked(folder, *settings)) == 0
+    return max(folder.iterdir())
+
+
+def test_a_run_killed_again_and_again_ends_with_the_losses_of_an_undisturbed_one(tmp_path):
+    whole = run_whole(tmp_path / "whole", "run.save_every=1", "run.keep=2")
+    seconds = rows(whole, "journal.jsonl")
+    length = (seconds[-1]["ts"] - seconds[0]["ts"]) / 1e9
+    moments = random.Random(7)
+    folder = tmp_path / "killed"
+    settings = ("run.save_every=1", "run.keep=2", "run.resume=auto")
+    kills = 0
+    while kills < KILLS:
+        pid = start_forked(folder, *settings)
+        time.sleep(moments.uniform(0.2, 0.6 * length))
+        os.kill(pid, signal.SIGKILL)
+        if finished(pid) != -signal.SIGKILL:
+            break  # it had come to its end before
+        kills += 1
+        for run in folder.iterdir() if folder.exists() else []:
+            check_what_a_kill_left(run)
+    final = finished(start_forked(folder, *settings))
+    assert final == 0 and kills >= min(KILLS, 3)
+    folders = sorted(folder.iterdir())
+    complete = [found for found in folders if max(losses(found), default=0) == STEPS]
+    assert len(complete) == 1, "auto goes on in one folder"
+    assert losses(complete[0]) == {
+        step: loss for step, loss in losses(whole).items() if step in losses(complete[0])
+    }
+    assert set(losses(complete[0])) == set(range(1, STEPS + 1))
+
+
+def check_what_a_kill_left(run: Path) -> None:
+    """The newest complete checkpoint loads whole, and every kept line of the journal reads."""
+    if (run / "journal.jsonl").exists():
+        events = read_journal(run / "journal.jsonl")
+        assert [event["seq"] for event in events] == list(range(len(events)))
+        committed = [event for event in events if event["ev"] == "ckpt_commit"]
+        checkpoint = dcp.latest(run / "checkpoints")
+        if committed:
+            assert checkpoint is not None
+            step = dcp.read_manifest(checkpoint)["step"]
+            assert step >= committed[-1]["step"], "a committed checkpoint was lost"
+        if checkpoint is not None:
+            manifest = dcp.read_manifest(checkpoint)
+            tensors = {
+                name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+                for name, entry in manifest["tensors"].items()
+            }
+            dcp.load(checkpoint, tensors, verify=True)
+            assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+def test_the_check_would_see_a_lost_checkpoint(tmp_path):
+    run = run_whole(tmp_path, "run.save_every=10")
+    check_what_a_kill_left(run)
+    newest = dcp.latest(run / "checkpoints")
+    (newest / "manifest.json").unlink()
+    with pytest.raises(AssertionError, match="was lost"):
+        check_what_a_kill_left(run)
+
+
+class Payload:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_planted_pickle_is_never_opened_by_a_resuming_run(tmp_path):
+    import pickle
+
+    run = run_whole(tmp_path / "runs", "run.save_every=10")
+    newest = dcp.latest(run / "checkpoints")
+    opened = tmp_path / "opened"
+    for name in (".metadata", "meta.pt", "__0_0.distcp", "optimizer.pkl"):
+        (newest / name).write_bytes(pickle.dumps(Payload(opened)))
+    pickle.loads(pickle.dumps(Payload(opened)))
+    assert opened.exists(), "the payload works"
+    opened.unlink()
+    code = finished(start_forked(tmp_path / "more", f"run.resume={newest}"))
+    assert code == 0 and not opened.exists()
