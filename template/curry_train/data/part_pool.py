@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from typing import Any
 
 from curry_train.data import DataError
@@ -51,6 +51,8 @@ class PartPool:
         if self.workers <= 1:
             return self._watch(title, (function(*job) for job in jobs))
         pool = ProcessPoolExecutor(self.workers, get_context("spawn"), initializer=_start_worker)
+        others = set(active_children())
+        futures: list[Future] = []
         try:
             with _interrupts_held_back():
                 futures = [pool.submit(function, *job) for job in jobs]
@@ -61,7 +63,11 @@ class PartPool:
                 "(what is finished is kept), with fewer workers"
             ) from None
         finally:
-            pool.shutdown(cancel_futures=True)
+            with _interrupts_held_back():
+                if not all(future.done() for future in futures):  # nobody waits for the rest
+                    for worker in set(active_children()) - others:
+                        worker.kill()
+                pool.shutdown(cancel_futures=True)
 
     def _watch(self, title: str, results: Iterator[Any]) -> list[Any]:
         terminal = sys.stderr.isatty()
@@ -75,7 +81,8 @@ class PartPool:
             found.append(result)
             done += part.bytes
             now = time.monotonic()
-            if now - reported >= SECONDS_BETWEEN[terminal] and len(found) < len(self.parts):
+            due = now - reported >= SECONDS_BETWEEN[terminal]
+            if due and done and len(found) < len(self.parts):
                 rate = done / (now - start)
                 line = (
                     f"{title}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s, "
