@@ -137,7 +137,7 @@ FILES = {
     "skills/measure-step/scripts/measure_step.py": SCRIPT,
     "skills/measure-step/references/timing.md": "# Timing\n\nSee `train.py`.\n",
     "commands/measure.md": (
-        "---\ndescription: Measure one step\nargument-hint: [--steps N]\n"
+        "---\ndescription: Measure one step\nargument-hint: N\n"
         "disable-model-invocation: true\n---\n"
         'Run `python3 "${CLAUDE_PLUGIN_ROOT}/skills/measure-step/scripts/measure_step.py"`, '
         "then follow the skill `measure-step`.\n"

@@ -64,7 +64,11 @@ def read_page(path: Path) -> Page:
         if key and key.group(1) in keys:
             problems.append(f"frontmatter has {key.group(1)} twice")
         elif key:
-            keys[key.group(1)] = (key.group(2) or "").strip()
+            value = (key.group(2) or "").strip()
+            quoted = re.fullmatch(r'"[^"\\]*"', value)
+            if not quoted and re.search(r"""^[\[{*&!%@`|>?#,"']|^- |: | #""", value):
+                problems.append(f"{key.group(1)} is no plain text to YAML; put it in double quotes")
+            keys[key.group(1)] = value.strip('"')
         elif not (keys and re.match(r"  [\w-]+: \S", line)):
             problems.append(f"frontmatter line is not 'key: value': {line!r}")
     return Page(path, keys, text[match.end() :], tuple(problems))
