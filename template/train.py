@@ -1,29 +1,31 @@
-"""Train a model; every setting is `key=value` (see --help).
+"""Train a model; every setting is `key=value`.
 
-    python train.py                                     one process
-    fabric run train.py optim.lr=1e-3                   Lightning's launcher
-    fabric run --devices=2 train.py                     two ranks
-    torchrun --standalone --nproc_per_node=2 train.py   two ranks, torch's launcher
+`fabric run train.py`, `torchrun train.py` and `python train.py` all work; `--help` shows how.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from curry_train.command_line import load_or_exit, refuse
 from curry_train.config import Config, ConfigError
 from curry_train.data import DataError
 from curry_train.launch import launch, prepare_environment, signal_name
 
+if TYPE_CHECKING:
+    from curry_train.tracking.progress import Progress
+    from curry_train.tracking.run_folder import Run
+
 
 def train(config: Config, argv: list[str]) -> int:
     """Run the training loop; returns the exit code of this rank."""
     # torch is first imported here, after prepare_environment has set what it reads.
-    from curry_train.checkpoint.training_state import load_weights, restore, save
+    from curry_train.checkpoint.training_state import begin, save
     from curry_train.data import open_corpus
     from curry_train.evaluate import evaluate
-    from curry_train.generate import sample_text
+    from curry_train.generate import write_sample
     from curry_train.parallel.mesh import agreed
     from curry_train.profiling import peak_memory
     from curry_train.runtime import assemble
@@ -34,21 +36,17 @@ def train(config: Config, argv: list[str]) -> int:
     corpus = open_corpus(config.data, cache_dir=Path(config.data.cache_dir))
     with launch(config, corpus, argv) as (mesh, run, signals):
         runtime = assemble(config, corpus, mesh)
-        if run.checkpoint is not None:
-            restore(runtime, run.checkpoint)
-        elif config.run.init_from is not None:
-            load_weights(runtime.model, config.run.init_from, mesh=mesh)
-        abort, last_step = AbortRules(config.run), config.run.max_steps
-        progress = Progress(first_step=runtime.step, max_steps=last_step, enabled=mesh.rank == 0)
+        begin(runtime, run)
+        abort, max_steps = AbortRules(config.run), config.run.max_steps
+        progress = Progress(first_step=runtime.step, max_steps=max_steps, enabled=mesh.rank == 0)
         progress.say(f"run folder: {run.dir}")
         status, reason = "done", None
 
-        while runtime.step < last_step:
+        while runtime.step < max_steps:
             out = train_step(runtime)
-            step, last = runtime.step, runtime.step == last_step
-            speed = out.tokens / out.step_time
-            row = {**out.row(), "tokens": runtime.tokens, "tokens_per_s": speed}
-            progress.update(step, loss=out.loss, tokens_per_s=speed)
+            step, last = runtime.step, runtime.step == max_steps
+            row = {**out.row(), "tokens": runtime.tokens}
+            progress.update(step, loss=out.loss, tokens_per_s=out.tokens_per_s)
 
             broken = abort.check(step, out.loss, out.grad_norm)
             stop = agreed(signals.code, mesh)
@@ -65,9 +63,7 @@ def train(config: Config, argv: list[str]) -> int:
                 status, reason = "aborted", broken
                 break
             if stop:
-                progress.say(f"{signal_name(stop)}: stopping after step {step}")
-                run.event("signal", step=step, name=signal_name(stop))
-                run.event("stop_requested", step=step, by=signal_name(stop))
+                tell_stop(run, progress, step, signal_name(stop))
             if stop or last or due(step, config.run.save_every):
                 save(runtime, run)
             if stop and not last:
@@ -75,21 +71,19 @@ def train(config: Config, argv: list[str]) -> int:
                 break
 
         progress.close()
-        if status == "done" and config.run.sample_tokens and mesh.rank == 0:
-            text = sample_text(
-                runtime.model,
-                corpus.tokenizer,
-                config.run.sample_prompt,
-                max_tokens=config.run.sample_tokens,
-                context=config.data.seq_len,
-                seed=config.seed,
-            )
-            run.sample(runtime.step, text)
-            print(f"sample: {text}")
+        if status == "done":
+            write_sample(runtime, run)
         code = 4 if status == "aborted" else 0
         run.finish(status, reason, code)
         progress.say(f"{status} at step {runtime.step}" + (f": {reason}" if reason else ""))
     return code
+
+
+def tell_stop(run: Run, progress: Progress, step: int, name: str) -> None:
+    """Tell the person and the journal that a signal ends the run after this step."""
+    progress.say(f"{name}: stopping after step {step}")
+    run.event("signal", step=step, name=name)
+    run.event("stop_requested", step=step, by=name)
 
 
 def due(step: int, every: int) -> bool:

@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from curry_train.config import DataConfig  # noqa: E402
-from curry_train.data import token_file, tokenizer  # noqa: E402
-from curry_train.data.loader import Loader  # noqa: E402
+from curry_train.config import DataConfig
+from curry_train.data import token_file, tokenizer
+from curry_train.data.loader import Loader
 
 DOCUMENT = 1000
 ROUNDS = 5

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings as of train.py")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps first (default 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     args = parser.parse_args(argv)
     try:
         runtime = build_runtime(args.overrides)
@@ -114,7 +114,8 @@ def main(argv: list[str]) -> int:
     print(f"{'tokens_per_s':>13}  {result['tokens_per_s']:10,.0f}")
     print(f"{'memory':>13}  {result['memory_bytes'] / 2**20:10,.0f} MiB")
     mfu = result["mfu"]
-    print(f"{'mfu':>13}  " + ("unknown: no peak is known for this device" if mfu is None else f"{mfu:.1%}"))
+    shown = "unknown: no peak is known for this device" if mfu is None else f"{mfu:.1%}"
+    print(f"{'mfu':>13}  {shown}")
     return 0
 
 

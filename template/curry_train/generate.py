@@ -8,9 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from curry_train.data.tokenizer import Tokenizer
+from curry_train.runtime import Runtime
+from curry_train.tracking.run_folder import Run
 
 
 @torch.no_grad()
@@ -54,11 +59,31 @@ def choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> 
     return int(torch.multinomial(probs, 1, generator=generator))
 
 
-def sample_text(model: nn.Module, tokenizer, prompt: str, **settings) -> str:
-    """Return `prompt` and its continuation; an empty prompt starts a new document."""
+def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, **settings: Any) -> str:
+    """Return `prompt` and its continuation; an empty prompt starts a new document.
+
+    `settings` are those of `generate`.
+    """
     prompt_ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
     ids = generate(model, prompt_ids, stop_id=tokenizer.eos_id, **settings)
     return tokenizer.decode(prompt_ids[1:] + ids)
+
+
+def write_sample(runtime: Runtime, run: Run) -> None:
+    """Sample text from the model as it is now, print it and keep it in the journal; rank 0 only."""
+    config = runtime.config
+    if runtime.mesh.rank != 0 or config.run.sample_tokens == 0:
+        return
+    text = sample_text(
+        runtime.model,
+        runtime.corpus.tokenizer,
+        config.run.sample_prompt,
+        max_tokens=config.run.sample_tokens,
+        context=config.data.seq_len,
+        seed=config.seed,
+    )
+    run.sample(runtime.step, text)
+    print(f"sample: {text}")
 
 
 def main(argv: list[str]) -> int:

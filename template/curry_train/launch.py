@@ -51,9 +51,11 @@ def prepare_environment(config: Config) -> None:
     narrow = getattr(config.model, "hidden_size", NARROW) < NARROW
     if ranks_here in ("auto", "1") and not narrow:
         return
-    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    set_by_fabric = "LT_CLI_USED" in os.environ and os.environ.get("OMP_NUM_THREADS") == cores
-    if set_by_fabric or "OMP_NUM_THREADS" not in os.environ:
+    usable = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count()
+    given = os.environ.get("OMP_NUM_THREADS")
+    set_by_fabric = "LT_CLI_USED" in os.environ and given == str(cores)
+    if set_by_fabric or given is None:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -250,7 +252,7 @@ def report_crash(error: BaseException, run: Run, mesh: Mesh) -> None:
         # The rank that broke the connection may still be writing why.
         time.sleep(1.0)
     first = run.fail(rank=mesh.rank, error=error, traceback_text=text, lost_peer=lost_peer)
-    last_line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    last_line = traceback.format_exception_only(error)[-1].strip()
     if not first:
         print(f"rank {mesh.rank} stops after another rank failed: {last_line}", file=sys.stderr)
     elif lost_peer and mesh.world > 1:

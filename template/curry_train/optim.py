@@ -38,8 +38,8 @@ def lr_at(step: int, optim: OptimConfig, max_steps: int) -> float:
     """Return the learning rate used in optimizer step `step` (the first is 1).
 
     Warm-up is linear and reaches optim.lr at step warmup_steps. After it: `cosine` falls to
-    min_lr (null: a tenth of lr) at max_steps; `wsd` stays and falls linearly over the last decay_steps; `constant` stays.
-    A warm-up longer than the run is cut off, never squeezed.
+    min_lr (null: a tenth of lr) at max_steps; `wsd` stays and falls linearly over the last
+    decay_steps; `constant` stays. A warm-up longer than the run is cut off, never squeezed.
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps

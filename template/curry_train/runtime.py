@@ -34,7 +34,7 @@ class Runtime:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.AdamW
     loss_fn: Callable[[nn.Module, dict], torch.Tensor]
     batches: Loader
     device: torch.device

@@ -28,9 +28,13 @@ class StepOut(NamedTuple):
     step_time: float
     finite: bool
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time
+
     def row(self) -> dict[str, float]:
         """Return what metrics.jsonl keeps of this step."""
-        kept = ("loss", "aux_loss", "z_loss", "lr", "grad_norm", "step_time")
+        kept = ("loss", "aux_loss", "z_loss", "lr", "grad_norm", "step_time", "tokens_per_s")
         return {name: getattr(self, name) for name in kept}
 
 

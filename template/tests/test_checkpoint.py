@@ -420,7 +420,7 @@ SAVING_LOOP = """
 
 
 def test_the_newest_checkpoint_loads_after_sigkill_at_random_moments(tmp_path):
-    kills, step = int(os.environ.get("CURRY_TEST_KILLS", "5")), 0
+    kills, step = 20 if os.environ.get("CURRY_TRAIN_FULL") else 5, 0
     moments = torch.rand(kills, generator=torch.Generator().manual_seed(7)).tolist()
     for moment in moments:
         process = subprocess.Popen(

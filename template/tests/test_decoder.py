@@ -69,7 +69,9 @@ def test_logits_and_gradients_equal_hugging_face(config):
     out = ours(batch["input_ids"])
     reference = theirs(batch["input_ids"]).logits
     assert_same(
-        {"logits": out.logits[..., : config.vocab_size]}, {"logits": reference}, tolerance=HF_TOLERANCE
+        {"logits": out.logits[..., : config.vocab_size]},
+        {"logits": reference},
+        tolerance=HF_TOLERANCE,
     )
     upstream = torch.randn_like(reference)
     (reference * upstream).sum().backward()

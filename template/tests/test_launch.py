@@ -1,7 +1,6 @@
 """What each launcher's environment means, before any process is started."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path

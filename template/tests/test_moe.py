@@ -27,9 +27,9 @@ def filled(module):
 
 def one_token_at_a_time(experts, x_TD, expert_ids, weights):
     out = []
-    for token, ids, scale in zip(x_TD, expert_ids, weights):
+    for token, ids, scale in zip(x_TD, expert_ids, weights, strict=True):
         total = 0
-        for expert, weight in zip(ids.tolist(), scale):
+        for expert, weight in zip(ids.tolist(), scale, strict=True):
             gate = experts.gate_proj.weight[expert] @ token
             up = experts.up_proj.weight[expert] @ token
             total = total + weight * (experts.down_proj.weight[expert] @ (F.silu(gate) * up))
@@ -62,7 +62,11 @@ def test_the_bank_equals_a_loop_over_tokens_with_gradients(case):
     found = torch.autograd.grad(got, inputs, upstream)
     reference = torch.autograd.grad(wanted, inputs, upstream)
     assert_same({"out": got}, {"out": wanted}, tolerance=1e-13)
-    assert_same(dict(zip(names, found)), dict(zip(names, reference)), tolerance=1e-13)
+
+    def by_name(grads):
+        return dict(zip(names, grads, strict=True))
+
+    assert_same(by_name(found), by_name(reference), tolerance=1e-13)
     if case == "an empty expert":
         assert found[names.index("gate_proj.weight")][4].abs().max() == 0
 

@@ -150,7 +150,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_no_weight():
     hook = runtime.model.lm_head.weight.register_hook(lambda grad: grad * float("nan"))
     out = train_step(runtime)
     assert not out.finite
-    assert all(torch.equal(a, b) for a, b in zip(before, runtime.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, runtime.model.parameters(), strict=True))
     hook.remove()
     assert train_step(runtime).finite
 

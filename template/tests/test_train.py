@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from projects import (
@@ -135,11 +136,8 @@ def test_a_crash_tells_the_first_failing_rank_once_and_all_ranks_end(project, wa
 def test_a_killed_rank_ends_the_others_with_one_line_each(project):
     process = start(project, "python2", *SMALL, "run.max_steps=100000")
     folder = wait_for_step(project, 2)
-    children = (
-        open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()
-        if os.path.exists(f"/proc/{process.pid}/task/{process.pid}/children")
-        else []
-    )
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = listed.read_text().split() if listed.exists() else []
     if not children:
         pytest.skip("this system does not list the children of a process")
     killed = time.monotonic()
@@ -202,10 +200,8 @@ def test_unusable_text_is_one_clear_line_and_code_2(shared, tmp_path, name, cont
 
 def test_a_text_with_crlf_bom_and_emoji_trains(shared, tmp_path):
     path = tmp_path / "my book.txt"
-    lines = "".join(
-        f"Chapter {n}: na\u00efve caf\u00e9 \U0001f680\U0001f9d1\u200d\U0001f680 and more words\r\n\r\n"
-        for n in range(3000)
-    )
+    words = "na\u00efve caf\u00e9 \U0001f680\U0001f9d1\u200d\U0001f680 and more words"
+    lines = "".join(f"Chapter {n}: {words}\r\n\r\n" for n in range(3000))
     path.write_bytes(b"\xef\xbb\xbf" + lines.encode())
     settings = [s for s in SMALL if not s.startswith("data.val_fraction")]
     code, out, err = run(

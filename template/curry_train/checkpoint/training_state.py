@@ -21,6 +21,7 @@ from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 from curry_train.models.protocol import build_model, named_state, saved_view
 from curry_train.optim import materialise_state
+from curry_train.parallel.mesh import Mesh
 from curry_train.runtime import Runtime
 from curry_train.tracking.run_folder import Run
 
@@ -28,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 TOKENIZER = "tokenizer.json"
 
 
-def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Return every tensor of the run under its topology-free name, as views that load fills.
 
     Weights carry their own names, moments "optim.exp_avg.<name>"; "optim.step" is the number of
@@ -88,6 +89,7 @@ def save(runtime: Runtime, run: Run) -> Path:
             "samples_consumed": runtime.batches.samples_consumed,
             "tokens": runtime.tokens,
             "data_hash": runtime.corpus.hash,
+            "seed": runtime.config.seed,
             "config_hash": config_hash(runtime.config),
             "seq_len": runtime.config.data.seq_len,
             "model": asdict(runtime.config.model),
@@ -98,11 +100,14 @@ def save(runtime: Runtime, run: Run) -> Path:
         mesh=runtime.mesh,
         keep=runtime.config.run.keep,
     )
+    manifest = dcp.read_manifest(path)
     run.event(
         "ckpt_commit",
         step=runtime.step,
         tokens=runtime.tokens,
         path=str(path.relative_to(run.dir)),
+        bytes=sum(entry["bytes"] for entry in manifest["files"]),
+        manifest_sha256=manifest["sha256"],
         seconds=time.monotonic() - start,
     )
     return path
@@ -125,7 +130,16 @@ def restore(runtime: Runtime, checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def load_weights(model: nn.Module, checkpoint: Path, *, mesh=None) -> dict[str, Any]:
+def begin(runtime: Runtime, run: Run) -> None:
+    """Bring a fresh runtime to where `run` starts: its checkpoint, run.init_from, or nothing."""
+    init_from = runtime.config.run.init_from
+    if run.checkpoint is not None:
+        restore(runtime, run.checkpoint)
+    elif init_from is not None:
+        load_weights(runtime.model, Path(init_from), mesh=runtime.mesh)
+
+
+def load_weights(model: nn.Module, checkpoint: Path, *, mesh: Mesh | None = None) -> dict[str, Any]:
     """Load the weights alone, in place; every parameter must be there. Returns the manifest."""
     return dcp.load(checkpoint, dict(named_state(model)), mesh=mesh, ignore=("optim.",))
 

@@ -27,7 +27,9 @@ class Positions:
     doc_ids: Tensor | None = None
 
 
-def visible_keys(length: int, window: int | None, doc_ids: Tensor | None, device) -> Tensor | None:
+def visible_keys(
+    length: int, window: int | None, doc_ids: Tensor | None, device: torch.device | str
+) -> Tensor | None:
     """Return the boolean mask [B or 1, 1, S, S] of keys a query may see, None for plain causal.
 
     A query sees itself and earlier tokens, at most `window` of them (itself included), and with

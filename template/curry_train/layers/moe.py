@@ -167,6 +167,4 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared_experts = None
         if config.shared_expert_intermediate_size:
-            self.shared_experts = SwiGLU(
-                config.hidden_size, config.shared_expert_intermediate_size
-            )
+            self.shared_experts = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)

@@ -152,7 +152,7 @@ def _normal(shape: Any, std: float, generator: torch.Generator) -> Tensor:
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return (all, active per token) parameters with the unpadded vocabulary."""
     total = active = 0
-    for name, tensor in named_state(model):
+    for _, tensor in named_state(model):
         total += tensor.numel()
         share = model.active_share if tensor.dim() == 3 else 1.0
         active += round(tensor.numel() * share)

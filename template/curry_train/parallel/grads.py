@@ -57,7 +57,10 @@ def finish(
 
 
 def sum_over_ranks(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Add each gradient over the ranks of `group`, in place, in few large messages."""
+    """Add each gradient over the ranks of `group`, in place, in few large messages.
+
+    Shapes: any; the list is the same on every rank. One all-reduce per bucket of one dtype.
+    """
     bucket: list[Tensor] = []
     elements = 0
     for index, grad in enumerate(grads):
@@ -73,7 +76,10 @@ def sum_over_ranks(grads: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def sum_counts(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add a small tensor of totals over ranks; returns it unchanged when there is one rank."""
+    """Add a small tensor of totals, of any shape, over ranks; in place, and returned.
+
+    Group: one all-reduce; None means one rank.
+    """
     if group is not None:
         dist.all_reduce(values, group=group)
     return values

@@ -38,6 +38,7 @@ class Mesh:
         return self.groups.get(name)
 
     def size(self, name: str) -> int:
+        """Return the number of ranks in the group called `name`."""
         group = self.group(name)
         return 1 if group is None else dist.get_world_size(group)
 
@@ -59,13 +60,11 @@ def build_mesh(
     world = dist.get_world_size()
     sizes = dims.resolve(parallel, world)
     group = dist.new_group(timeout=timedelta(seconds=comm_timeout)) if world > 1 else None
-    return Mesh(
-        dist.get_rank(), world, local_rank, device, sizes, {"world": group, "batch": group}
-    )
+    return Mesh(dist.get_rank(), world, local_rank, device, sizes, {"world": group, "batch": group})
 
 
 def agreed(value: int, mesh: Mesh) -> int:
-    """Return the largest `value` of any rank: one answer for every decision that changes the run."""
+    """Return the largest `value` of any rank, so that every rank decides the same."""
     group = mesh.group("world")
     if group is None:
         return value
