@@ -82,8 +82,8 @@ class DataConfig:
     """Key of curry_train.data.DATASETS; ignored when input is given."""
     input: str | None = None
     """A text file, a folder of them, or one made by curry_train.data.prepare; null: see dataset."""
-    tokenizer: str = "byte"
-    """byte, bpe (trained on the training split), or the path of a tokenizer.json."""
+    tokenizer: str = "auto"
+    """auto (a prepared corpus's own, else byte), byte, bpe trained here, or a tokenizer.json."""
     bpe_vocab_size: int = 1024
     """Vocabulary of a bpe tokenizer trained here, the end-of-document token included."""
     cache_dir: str = ".cache/data"

@@ -231,8 +231,11 @@ def _places(config: Config) -> Iterator[str]:
             f"run.name={run.name}: begins a folder's name; allowed are letters, digits and . _ -,"
             " a letter or digit first"
         )
-    if data.tokenizer not in ("byte", "bpe") and not Path(data.tokenizer).exists():
-        yield f"data.tokenizer={data.tokenizer}: must be byte, bpe or a tokenizer.json that exists"
+    if data.tokenizer not in ("auto", "byte", "bpe") and not Path(data.tokenizer).exists():
+        yield (
+            f"data.tokenizer={data.tokenizer}: must be auto, byte, bpe or a tokenizer.json that"
+            " exists"
+        )
     needed = vocab_size_of(data)
     size = getattr(config.model, "vocab_size", None)
     if needed is not None and size is not None and 1 <= size < needed:

@@ -406,7 +406,7 @@ def test_a_project_in_a_folder_with_an_odd_name_composes(tmp_path):
         ("data.micro_batch_size", 3, "set it to auto or one of 1, 2, 4, 8"),
         ("model.vocab_size", 256, "set model.vocab_size=257 or more"),
         ("data.tokenizer", "bpe", "set model.vocab_size=1024 or more"),
-        ("data.tokenizer", "no/such.json", "must be byte, bpe or a tokenizer.json that exists"),
+        ("data.tokenizer", "no/such.json", "must be auto, byte, bpe or a tokenizer.json that"),
         ("data.dataset", "wiki", "known are embedded, python_stdlib"),
         ("data.input", "no/such.txt", "data.input=no/such.txt: no such file or folder"),
         ("run.resume", "runs/none", "must be never, auto or a folder that exists"),

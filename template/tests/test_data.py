@@ -279,11 +279,12 @@ def test_a_prepared_folder_opens_and_keeps_its_split(book, tmp_path):
 def test_a_foreign_tokenizer_is_refused_with_the_right_setting(book, tmp_path):
     out = _prepared(book, tmp_path / "out", tokenizer="bpe", bpe_vocab_size=300)
     own = out / "tokenizer.json"
-    for right in ({"tokenizer": str(own)}, {"tokenizer": "bpe", "bpe_vocab_size": 300}):
+    for right in ({}, {"tokenizer": str(own)}, {"tokenizer": "bpe", "bpe_vocab_size": 300}):
         open_corpus(config(input=str(out), **right), cache_dir=None)
         assert vocab_size_of(config(input=str(out), **right)) == 300
     other = _prepared(book, tmp_path / "other", tokenizer="bpe", bpe_vocab_size=290)
-    for wrong in ({}, {"tokenizer": "bpe"}, {"tokenizer": str(other / "tokenizer.json")}):
+    foreign = ("byte", "bpe", str(other / "tokenizer.json"))
+    for wrong in ({"tokenizer": name} for name in foreign):
         with pytest.raises(DataError, match="was made with a bpe tokenizer of 300 ids") as caught:
             open_corpus(config(input=str(out), **wrong), cache_dir=None)
         assert f"set data.tokenizer={own}" in str(caught.value)

@@ -393,9 +393,12 @@ def test_a_lock_in_a_folder_that_vanished_is_no_lock(tmp_path, monkeypatch):
     with folder_lock.locked(folder):
         assert (folder / "lock").exists()
     assert len(calls) == 2
-    with folder_lock.locked(folder), pytest.raises(BlockingIOError):
-        with (folder / "lock").open("w") as other:
-            original(other, folder_lock.fcntl.LOCK_EX | folder_lock.fcntl.LOCK_NB)
+    with (
+        folder_lock.locked(folder),
+        (folder / "lock").open("w") as other,
+        pytest.raises(BlockingIOError),
+    ):
+        original(other, folder_lock.fcntl.LOCK_EX | folder_lock.fcntl.LOCK_NB)
 
 
 def test_a_killed_worker_is_named_and_its_work_kept(many_parts):

@@ -46,12 +46,12 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str
 
 def rng_tensors() -> dict[str, Tensor]:
     """Return the state of every random generator of this process."""
-    numpy_state = np.random.get_state(legacy=True)
+    _, keys, position, _, _ = np.random.get_state(legacy=True)
     tensors = {
         "rng.torch": torch.get_rng_state(),
         "rng.python": torch.tensor(random.getstate()[1], dtype=torch.int64),
-        "rng.numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
-        "rng.numpy_position": torch.tensor(numpy_state[2], dtype=torch.int64),
+        "rng.numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "rng.numpy_position": torch.tensor(position, dtype=torch.int64),
     }
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
@@ -63,7 +63,7 @@ def set_rng(tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["rng.torch"])
     random.setstate((3, tuple(tensors["rng.python"].tolist()), None))
     keys = tensors["rng.numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(tensors["rng.numpy_position"])))
+    np.random.set_state(("MT19937", keys, int(tensors["rng.numpy_position"]), 0, 0.0))
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"])
 

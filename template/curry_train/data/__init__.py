@@ -56,7 +56,7 @@ def vocab_size_of(data: DataConfig) -> int | None:
             return token_file.read_manifest(Path(data.input))["tokenizer"]["vocab_size"]
         except DataError:
             return None
-    if data.tokenizer == "byte":
+    if data.tokenizer in ("auto", "byte"):
         return tokenizer.BYTE_VOCAB_SIZE
     if data.tokenizer == "bpe":
         return data.bpe_vocab_size

@@ -76,7 +76,8 @@ def prepare_configured(data: DataConfig, *, cache_dir: Path | None) -> Path:
             f"data.dataset={data.dataset} is unknown; set it to {', '.join(DATASETS)}, or "
             "data.input to a text of yours"
         )
-    settings = Settings(data.tokenizer, data.bpe_vocab_size, data.val_fraction)
+    chosen = "byte" if data.tokenizer == "auto" else data.tokenizer
+    settings = Settings(chosen, data.bpe_vocab_size, data.val_fraction)
     key = corpus_key(sources, settings)[:16]
     if cache_dir is None:
         cached = Path(data.cache_dir) / key
@@ -231,26 +232,7 @@ def _manifest(
     settings: Settings,
     coder: tokenizer.Tokenizer,
 ) -> dict[str, Any]:
-    segments: dict[str, list[token_file.Segment]] = {"train": [], "val": []}
-    for part, shard in zip(parts, shards, strict=True):
-        weight = sources[part.source].weight
-        start = first_document = 0
-        for number, counts in enumerate(shard["groups"]):
-            repeats = (int(weight), int(weight) + 1, 1)[number]
-            if counts["tokens"] and repeats:
-                segments["val" if number == splits.HELD_OUT else "train"].append(
-                    token_file.Segment(
-                        part.index,
-                        start,
-                        counts["tokens"],
-                        first_document,
-                        counts["documents"],
-                        counts["bytes"],
-                        repeats,
-                    )
-                )
-            start += counts["tokens"]
-            first_document += counts["documents"]
+    segments = _segments(sources, parts, shards)
     byte = settings.tokenizer == "byte"
     kind = settings.tokenizer if byte or settings.tokenizer == "bpe" else "file"
     return {
@@ -287,6 +269,33 @@ def _manifest(
             for split, found in segments.items()
         },
     }
+
+
+def _segments(
+    sources: Sequence[Source], parts: Sequence[Part], shards: list[dict[str, Any]]
+) -> dict[str, list[token_file.Segment]]:
+    """Tell which stretch of which shard belongs to which split, and how often."""
+    segments: dict[str, list[token_file.Segment]] = {"train": [], "val": []}
+    for part, shard in zip(parts, shards, strict=True):
+        weight = sources[part.source].weight
+        start = first_document = 0
+        for number, counts in enumerate(shard["groups"]):
+            repeats = (int(weight), int(weight) + 1, 1)[number]
+            if counts["tokens"] and repeats:
+                segments["val" if number == splits.HELD_OUT else "train"].append(
+                    token_file.Segment(
+                        part.index,
+                        start,
+                        counts["tokens"],
+                        first_document,
+                        counts["documents"],
+                        counts["bytes"],
+                        repeats,
+                    )
+                )
+            start += counts["tokens"]
+            first_document += counts["documents"]
+    return segments
 
 
 def _parser() -> argparse.ArgumentParser:

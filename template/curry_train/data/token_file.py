@@ -217,6 +217,8 @@ def read_corpus(folder: Path, *, verify: bool | None = None) -> Corpus:
 def check_tokenizer(corpus: Corpus, data: DataConfig) -> None:
     """Refuse a corpus that was made with another tokenizer than `data` names. Raises: DataError."""
     made = corpus.manifest["tokenizer"]
+    if data.tokenizer == "auto":
+        return
     if data.tokenizer == "byte":
         fits = made["kind"] == "byte"
     elif data.tokenizer == "bpe":

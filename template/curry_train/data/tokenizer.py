@@ -184,7 +184,7 @@ def _read_json(path: Path) -> tuple[str, dict[str, Any]]:
         content = json.loads(text)
     except FileNotFoundError:
         raise DataError(
-            f"tokenizer {path} does not exist; data.tokenizer is byte, bpe or the path of a "
+            f"tokenizer {path} does not exist; data.tokenizer is auto, byte, bpe or the path of a "
             "tokenizer.json"
         ) from None
     except IsADirectoryError:

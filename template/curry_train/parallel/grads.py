@@ -59,7 +59,7 @@ def finish(
 def sum_over_ranks(grads: list[Tensor], group: dist.ProcessGroup) -> None:
     """Add each gradient over the ranks of `group`, in place, in few large messages.
 
-    Shapes: any; the list is the same on every rank. One all-reduce per bucket of one dtype.
+    Gradients of any shape, the same on every rank. One all-reduce per bucket of one dtype.
     """
     bucket: list[Tensor] = []
     elements = 0
