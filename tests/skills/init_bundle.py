@@ -50,7 +50,7 @@ if os.environ.get("FAKE_CRASH"):
     (run / "failure.json").write_text(json.dumps({"rank": 0, "error": "boom at step 3"}))
     status = "crashed"
 events = [
-    {"ev": "note", "kind": "sample", "text": "Love, n. \\x1b[31mA fever\\nof the mind."},
+    {"ev": "note", "sample": "Love, n. \\x1b[31mA fever\\nof the mind."},
     {"ev": "end", "status": status},
 ]
 journal.write_text("".join(json.dumps(event) + "\\n" for event in events))

@@ -353,7 +353,7 @@ def test_the_need_of_the_environment_is_named_before_anything_is_made(
     monkeypatch.setattr(init_session, "BUNDLE", bundle.root)
     monkeypatch.setattr(init_copy, "BUNDLE", bundle.root)
     text = captured_error([str(tmp_path / "demo")])
-    assert "needs 1.4 GB" in text or "needs 5.5 GB" in text
+    assert "needs 1.5 GB" in text or "needs 5.5 GB" in text
     assert "500.0 MB are free" in text and "--no-install" in text
     assert not (tmp_path / "demo").exists()
 

@@ -14,7 +14,7 @@ from skills.init_bundle import Bundle, make_bundle, make_environment
 
 import init_gpu  # isort: skip
 from init_gpu import Nvidia, find_nvidia, verdict
-from init_train import Result, next_lines, read_result
+from init_train import Result, next_lines, read_result, summary
 
 RUN = ["--no-install", "--train", "--python"]
 
@@ -157,10 +157,10 @@ def test_torn_foreign_and_non_finite_rows(tmp_path):
     assert result.tokens_per_s is None and result.sample == ""
 
 
-def test_the_sample_may_lie_in_a_file(tmp_path):
-    run = write_run(tmp_path / "run", "")
-    (run / "sample.txt").write_text("from the file")
-    assert read_result(run).sample == "from the file"
+def test_a_run_without_folder_or_sample_is_told_without(tmp_path):
+    run = write_run(tmp_path / "run", '{"step": 1, "loss": 2.0}\n')
+    text = "\n".join(summary(read_result(run), tmp_path, tmp_path / "bin", []))
+    assert "val/loss: not logged" in text.splitlines() and "text sample" not in text
     assert read_result(tmp_path / "absent") == Result(None)
 
 

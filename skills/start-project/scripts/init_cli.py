@@ -172,7 +172,7 @@ def trained(session: Session) -> int:
     if signum is not None:
         print(f"init.py: training stopped by {signal.Signals(signum).name}", file=sys.stderr)
         return 128 + signum
-    if code or result.run is None:
+    if code or result.run is None or result.status in ("aborted", "crashed"):
         status = f", status {result.status}" if result.status else ""
         print(f"init.py: training failed with code {code}{status}", file=sys.stderr)
         return 1

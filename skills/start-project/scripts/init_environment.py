@@ -189,7 +189,7 @@ class Environment:
         command += ["--no-input", "--log", pip_log, "-r", LOCK, *wanted["extras"], *pip_args]
         quiet = not (sys.stderr if to_stderr else sys.stdout).isatty()
         if quiet:
-            command.insert(5, "--quiet")
+            command[5:5] = ["--quiet", "--progress-bar", "off"]
         self._run(
             command,
             "pip install",

@@ -13,7 +13,7 @@ from pathlib import Path
 CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 """torch==X in the lock admits X+cpu too, which pip prefers; the rest comes from its usual index."""
 GB = 10**9
-SIZES = {"cuda": (2.8, 5.5), "cpu": (0.4, 1.4), "macos": (0.3, 1.3)}
+SIZES = {"cuda": (2.8, 5.5), "cpu": (0.4, 1.5), "macos": (0.3, 1.3)}
 """GB to download and GB on disk of an environment, by the build of torch."""
 ASK = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
 

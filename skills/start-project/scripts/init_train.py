@@ -135,20 +135,13 @@ def read_result(run: Path) -> Result:
         val_loss=(values("val/loss") or [None])[-1],
         val_bpb=(values("val/bpb") or [None])[-1],
         tokens_per_s=statistics.median(speeds) if speeds else None,
-        sample=_sample(run, events),
+        sample=_sample(events),
         failure=_failure(run),
     )
 
 
-def _sample(run: Path, events: list[dict]) -> str:
-    texts = [
-        str(event.get("text", ""))
-        for event in events
-        if event.get("ev") == "note" and event.get("kind") == "sample"
-    ]
-    path = run / "sample.txt"
-    if not texts and path.is_file():
-        texts = [path.read_text(encoding="utf-8", errors="replace")]
+def _sample(events: list[dict]) -> str:
+    texts = [str(event["sample"]) for event in events if event.get("sample") is not None]
     # A young model may write anything, terminal control codes too.
     text = texts[-1][:SAMPLE_CHARACTERS] if texts else ""
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
@@ -191,10 +184,13 @@ def summary(result: Result, project: Path, scripts: Path, gpu: list[str]) -> lis
     lines = list(gpu)
     if result.run is None:
         return [*lines, "the training made no run folder; the lines above say why"]
-    bpb = f" nats per token, {_number(result.val_bpb)} bits per byte"
+    validation = "not logged"
+    if result.val_loss is not None:
+        nats, bits = _number(result.val_loss), _number(result.val_bpb)
+        validation = f"{nats} nats per token, {bits} bits per byte (val/bpb)"
     lines += [
         f"loss: {_number(result.loss_first)} at first, {_number(result.loss_last)} at last",
-        f"val/loss: {_number(result.val_loss)}{bpb} (val/bpb)",
+        f"val/loss: {validation}",
         f"tokens/s: {_number(result.tokens_per_s, 0)}",
         f"run folder: {result.run}",
     ]
@@ -214,6 +210,6 @@ def next_lines(project: Path, scripts: Path, result: Result | None = None) -> li
         lines[0] += f" && source {shlex.quote(str(scripts / 'activate'))}"
     lines.append("  fabric run train.py data.input=YOUR_TEXT.txt   # train on your own text")
     if result and result.run and result.status not in ("done", None):
-        lines.append(f"  fabric run train.py run.resume={shlex.quote(str(result.run))}   # go on")
+        lines.append(f"  fabric run train.py run.resume=runs/{result.run.name}   # go on")
     lines.append("  python train.py --help                         # every setting; then README.md")
     return lines
