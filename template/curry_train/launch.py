@@ -112,8 +112,8 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
     """
     import torch
 
-    from curry_train.config import problems
     from curry_train.parallel.mesh import Mesh, build_mesh
+    from curry_train.rules import problems
 
     if not spawn and not is_launched(os.environ):
         return Mesh.single(pick_device(config.accelerator))
@@ -179,6 +179,7 @@ class StopSignals:
     def handle(self, number: int, frame: Any) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT" and self.code == STOP_SIGNALS["SIGINT"]:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third must not tear the journal's end
             raise KeyboardInterrupt
         self.code = max(self.code, STOP_SIGNALS[name])
         self.seen_at = self.seen_at or time.monotonic()

@@ -6,62 +6,34 @@ Runs are forked from this process, which has imported everything, so that a kill
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from projects import SMALL, losses, rows
+from projects import SMALL, exit_code, fork_train, import_everything, losses, rows
 
-import train
 from curry_train.checkpoint import dcp
-from curry_train.command_line import load_or_exit
 from curry_train.tracking.journal import read_journal
 
 KILLS = 20 if os.environ.get("CURRY_TRAIN_FULL") else 5
 STEPS = 30
 
 
-def start_forked(folder: Path, *settings: str) -> int:
-    """Start train.py's main in a fork; its run folders lie in `folder`. Returns the pid."""
-    argv = [*SMALL, f"run.max_steps={STEPS}", f"run.dir={folder}", *settings]
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            os.setsid()
-            sink = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(sink, sys.stdout.fileno() if sys.stdout.isatty() else 1)
-            torch.set_num_threads(1)
-            code = train.main(argv)
-        finally:
-            os._exit(code)
-    return pid
-
-
 @pytest.fixture(scope="module", autouse=True)
 def everything_imported(tmp_path_factory):
-    """Train two steps once in this process' child and import what a run needs in the parent."""
-    import lightning_fabric  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-
-    import curry_train.checkpoint.training_state
-    import curry_train.evaluate
-    import curry_train.generate
-    import curry_train.step  # noqa: F401
-
-    load_or_exit([])
+    import_everything()
     os.chdir(tmp_path_factory.mktemp("work"))  # the corpus cache is relative
 
 
-def finished(pid: int) -> int:
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+def start(folder: Path, *settings: str) -> int:
+    """Start a run of STEPS steps whose folder lies in `folder`; returns the pid."""
+    settings = (*SMALL, f"run.max_steps={STEPS}", f"run.dir={folder}", *settings)
+    return fork_train(*settings, log=Path("log.txt"))
 
 
 def run_whole(folder: Path, *settings: str) -> Path:
-    assert finished(start_forked(folder, *settings)) == 0
+    assert exit_code(start(folder, *settings)) == 0
     return max(folder.iterdir())
 
 
@@ -74,15 +46,15 @@ def test_a_run_killed_again_and_again_ends_with_the_losses_of_an_undisturbed_one
     settings = ("run.save_every=1", "run.keep=2", "run.resume=auto")
     kills = 0
     while kills < KILLS:
-        pid = start_forked(folder, *settings)
+        pid = start(folder, *settings)
         time.sleep(moments.uniform(0.2, 0.6 * length))
         os.kill(pid, signal.SIGKILL)
-        if finished(pid) != -signal.SIGKILL:
+        if exit_code(pid) != -signal.SIGKILL:
             break  # it had come to its end before
         kills += 1
         for run in folder.iterdir() if folder.exists() else []:
             check_what_a_kill_left(run)
-    final = finished(start_forked(folder, *settings))
+    final = exit_code(start(folder, *settings))
     assert final == 0 and kills >= min(KILLS, 3)
     folders = sorted(folder.iterdir())
     complete = [found for found in folders if max(losses(found), default=0) == STEPS]
@@ -144,5 +116,5 @@ def test_a_planted_pickle_is_never_opened_by_a_resuming_run(tmp_path):
     pickle.loads(pickle.dumps(Payload(opened)))
     assert opened.exists(), "the payload works"
     opened.unlink()
-    code = finished(start_forked(tmp_path / "more", f"run.resume={newest}"))
+    code = exit_code(start(tmp_path / "more", f"run.resume={newest}"))
     assert code == 0 and not opened.exists()

@@ -60,23 +60,20 @@ def test_two_runs_at_once_do_not_collide(project):
     assert [sorted(losses(folder)) for folder in run_folders(project)] == [[1, 2, 3]] * 3
 
 
-@pytest.mark.parametrize("name, way", [("SIGTERM", "fabric2"), ("SIGINT", "python")])
-def test_a_stopped_run_resumes_with_bitwise_the_losses_of_an_undisturbed_one(project, name, way):
-    length = "run.max_steps=40"
+def test_two_stopped_ranks_resume_with_bitwise_the_losses_of_an_undisturbed_run(project):
+    name, way, length = "SIGTERM", "fabric2", "run.max_steps=20"
     process = start(project, way, *SMALL, length, "run.name=stopped")
     folder = wait_for_step(project, 5)
     asked = time.monotonic()
-    # torchrun's agent hands SIGTERM to its ranks; SIGINT goes to the one process.
-    os.kill(process.pid, getattr(signal, name))
+    os.kill(process.pid, signal.SIGTERM)  # torchrun's agent hands it to its ranks
     out, err = process.communicate(timeout=60)
     assert time.monotonic() - asked < 25, "the save must fit run.stop_grace"
-    assert "Traceback (most recent call last)" not in err or way == "fabric2"
     end = last_event(folder)
     assert (end["ev"], end["status"], end["reason"]) == ("end", "preempted", name)
     events = [event["ev"] for event in rows(folder, "journal.jsonl")]
     assert events[-5:] == ["signal", "stop_requested", "ckpt_begin", "ckpt_commit", "end"]
     stopped_at = max(losses(folder))
-    assert 5 <= stopped_at < 40
+    assert 5 <= stopped_at < 20
 
     code, out, err = run(project, way, *SMALL, length, "run.name=stopped", "run.resume=auto")
     assert code == 0, out + err
@@ -86,19 +83,6 @@ def test_a_stopped_run_resumes_with_bitwise_the_losses_of_an_undisturbed_one(pro
     run(project, way, *SMALL, length, "run.name=whole")
     whole = next(found for found in run_folders(project) if found.name.startswith("whole"))
     assert losses(folder) == losses(whole)
-
-
-def test_a_second_interrupt_stops_at_once(project):
-    process = start(project, "python", *SMALL, "run.max_steps=100000")
-    folder = wait_for_step(project, 2)
-    os.kill(process.pid, signal.SIGSTOP)  # both signals wait until it goes on: none is lost
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGCONT)
-    time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert last_event(folder)["status"] == "preempted"
 
 
 def plant(project, module, old, new):
@@ -149,21 +133,6 @@ def test_a_killed_rank_ends_the_others_with_one_line_each(project):
     assert json.loads((folder / "failure.json").read_text())["lost_peer"] is True
 
 
-def test_a_run_that_only_makes_nan_is_aborted_with_code_4(shared):
-    code, out, err = run(
-        shared, "python", *SMALL, "run.name=nan", "run.max_steps=50", "optim.lr=1e30",
-        "optim.min_lr=0", "optim.warmup_steps=0", "optim.max_grad_norm=0",
-    )  # fmt: skip
-    assert code == 4, out + err
-    folder = next(found for found in run_folders(shared) if found.name.startswith("nan"))
-    end = last_event(folder)
-    assert end["status"] == "aborted" and end["code"] == 4
-    assert "run.max_nonfinite" in end["reason"]
-    anomalies = [e for e in rows(folder, "journal.jsonl") if e["ev"] == "anomaly"]
-    assert len(anomalies) == 3
-    assert not list((folder / "checkpoints").glob("step-*")), "a ruined state is not saved"
-
-
 @pytest.mark.parametrize("way", ["python", "torchrun2"])
 def test_configuration_errors_come_all_at_once_before_any_run_folder(shared, way):
     before = run_folders(shared) if (shared / "runs").exists() else []
@@ -179,75 +148,3 @@ def test_configuration_errors_come_all_at_once_before_any_run_folder(shared, way
 def test_a_world_that_does_not_fit_the_batch_is_refused_before_training(shared):
     code, out, err = run(shared, "torchrun2", "data.global_batch_size=3", "run.max_steps=1")
     assert code != 0 and err.count("data.global_batch_size=3") == 1
-
-
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("empty.txt", b"", "empty"),
-        ("absent.txt", None, "absent.txt"),
-        ("binary.txt", b"text\x00\x01\xff" * 100, "binary.txt"),
-    ],
-)
-def test_unusable_text_is_one_clear_line_and_code_2(shared, tmp_path, name, content, words):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    code, out, err = run(shared, "python", f"data.input={path}", *SMALL)
-    assert code == 2 and words in err
-    assert len(err.strip().splitlines()) == 1, err
-
-
-def test_a_text_with_crlf_bom_and_emoji_trains(shared, tmp_path):
-    path = tmp_path / "my book.txt"
-    words = "na\u00efve caf\u00e9 \U0001f680\U0001f9d1\u200d\U0001f680 and more words"
-    lines = "".join(f"Chapter {n}: {words}\r\n\r\n" for n in range(3000))
-    path.write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    settings = [s for s in SMALL if not s.startswith("data.val_fraction")]
-    code, out, err = run(
-        shared, "python", f"data.input={path}", *settings, "run.max_steps=20", "run.name=book"
-    )
-    assert code == 0, out + err
-    folder = next(found for found in run_folders(shared) if found.name.startswith("book"))
-    found = losses(folder)
-    assert found[20] < found[1] - 1.0
-
-
-def test_weights_alone_can_start_a_run(shared):
-    settings = (*SMALL, "run.max_steps=2", "optim.warmup_steps=0")
-    code, out, err = run(shared, "python", *settings, "run.name=first")
-    assert code == 0, out + err
-    first = next(found for found in run_folders(shared) if found.name.startswith("first"))
-    checkpoint = first / "checkpoints" / "step-00000002"
-    code, out, err = run(
-        shared, "python", *settings, "run.name=second", f"run.init_from={checkpoint}"
-    )
-    assert code == 0, out + err
-    second = next(found for found in run_folders(shared) if found.name.startswith("second"))
-    assert losses(second)[1] < losses(first)[1] - 0.1
-    assert rows(second)[0]["step"] == 1
-
-
-def test_dry_run_prints_the_plan_and_trains_nothing(shared):
-    before = run_folders(shared)
-    code, out, err = run(shared, "python", "dry_run=true", "devices=2")
-    assert code == 0, err
-    assert out.splitlines()[0] == "parameters: 1347200 (active 806528)"
-    assert "mesh of 2 ranks" in out and "dp_shard 2" in out
-    assert run_folders(shared) == before
-
-
-def test_a_damaged_checkpoint_is_named_and_nothing_is_deleted(shared):
-    code, out, err = run(shared, "python", *SMALL, "run.max_steps=1", "run.name=damaged")
-    assert code == 0, out + err
-    folder = next(found for found in run_folders(shared) if found.name.startswith("damaged"))
-    (checkpoint,) = (folder / "checkpoints").glob("step-*")
-    victim = max(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    content = bytearray(victim.read_bytes())
-    content[-1] ^= 1
-    victim.write_bytes(content)
-    code, out, err = run(
-        shared, "python", *SMALL, "run.max_steps=2", "run.name=after", f"run.resume={checkpoint}"
-    )
-    assert code == 1 and victim.name in err and "Traceback" not in err
-    assert victim.exists()
