@@ -216,8 +216,6 @@ def _carry_out(project: Path) -> None:
             _move_away(project, step.path, backup)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(staged, target)
-    # The plan goes first: without it the rest is litter that recover clears.
-    os.unlink(partial / "plan.json")
     shutil.rmtree(partial)
 
 
