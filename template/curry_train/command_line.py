@@ -12,24 +12,23 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
-from typing import TextIO
 
 import yaml
 
-from curry_train.compose import GROUPS, Schema, options
+from curry_train.compose import GROUPS, PROJECT, load_config, options
 from curry_train.config import (
     Config,
     ConfigError,
     config_hash,
-    load_config,
+    known_settings,
     planned_world,
     resolve_micro_batch,
+    sections,
     to_dict,
 )
 from curry_train.parallel.dims import batch_world, resolve
-from curry_train.rules import shown
+from curry_train.rules import shown, value_of
 
 RANK_PATIENCE = 3.0
 """Seconds; the ranks of a busy machine start apart."""
@@ -58,7 +57,8 @@ def load_or_exit(argv: Sequence[str], *, project: Path | None = None) -> Config:
     """
     try:
         if {"-h", "--help"} & set(argv):
-            print_once(help_text(project), sys.stdout)
+            if _is_first_rank():
+                print(help_text(project))
             sys.exit(0)
         return load_config(argv, project=project)
     except ConfigError as error:
@@ -71,32 +71,32 @@ def refuse(error: Exception) -> int:
     Launchers end all ranks as soon as one has ended: so the others wait until the first has spoken.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not _is_first_rank():
+    if _is_first_rank():
+        print(error, file=sys.stderr, flush=True)
+    else:
         time.sleep(RANK_PATIENCE)
-    print_once(str(error), sys.stderr)
     return 2
 
 
 def help_text(project: Path | None = None) -> str:
     """Write the launch ways, the groups with their options, and every key with its meaning."""
-    project = project or Path(__file__).resolve().parents[1]
+    project = project or PROJECT
     try:
         config = load_config([], project=project)
     except ConfigError:
         config = Config()  # help is for those whose files are broken, too
     lines = [USAGE, "Groups (GROUP=OPTION takes configs/GROUP/OPTION.yaml)"]
-    for group in GROUPS:
-        lines.append(f"  {group:<12}{', '.join(options(project, group))}")
+    lines += [f"  {group:<12}{', '.join(options(project, group))}" for group in GROUPS]
     lines += [
         "",
         "Settings (KEY=VALUE; null means none), each with the value it has unless you set it",
     ]
+    model = type(config.model)
     sentences = _sentences(Config)
-    for section, cls in Schema(type(config.model)).sections().items():
-        sentences |= {f"{section}.{name}": text for name, text in _sentences(cls).items()}
-    for key in Schema(type(config.model)).types():
-        value = reduce(getattr, key.split("."), config)
-        lines.append(f"  {key}={shown(value)}")
+    for group, cls in sections(model).items():
+        sentences |= {f"{group}.{name}": text for name, text in _sentences(cls).items()}
+    for key in known_settings(model):
+        lines.append(f"  {key}={shown(value_of(config, key))}")
         lines += textwrap.wrap(
             sentences.get(key, ""), 92, initial_indent="      ", subsequent_indent="      "
         )
@@ -147,12 +147,7 @@ def _sentences(cls: type) -> dict[str, str]:
     return found
 
 
-def print_once(text: str, stream: TextIO) -> None:
-    """Print on the first rank only, before any process group exists to ask."""
-    if _is_first_rank():
-        print(text, file=stream, flush=True)
-
-
 def _is_first_rank() -> bool:
+    # Before any process group exists to ask.
     ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     return next((rank for rank in ranks if rank is not None), "0") == "0"

@@ -2,150 +2,89 @@
 
 Hydra composes the groups. Values are read here, by the type of their field: so every mistake is
 told at once and in plain words, and a path may hold `=`, commas and spaces.
+Functions that take `found` add a sentence to it for each mistake they meet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import math
 import re
-import types
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import (
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import OmegaConfBaseException
 
 from curry_train.config import (
     Config,
     ConfigError,
     ModelConfig,
+    Setting,
+    build_config,
+    known_settings,
     model_schema,
     planned_world,
-    problems,
+    sections,
 )
-from curry_train.rules import shown
+from curry_train.models import MODELS
+from curry_train.rules import convert, problems, shown, without
 
-GROUPS = ("model", "data", "optim", "parallel", "run", "tracking", "experiment")
-EXPECTED = {
-    int: "an integer",
-    float: "a finite number",
-    bool: "true or false",
-    str: "text",
-    types.NoneType: "null",
-}
-BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-SWEEP = (
-    "{}: one command is one run, sweeps over values are not read here;"
-    " start train.py once for each value"
-)
+PROJECT = Path(__file__).resolve().parents[1]
+GROUPS = (*sections(ModelConfig), "experiment")
+# What cannot be the value of the word before it: a setting, a group or an option.
+OWN_WORD = re.compile(rf"[-+~]*[A-Za-z_][\w./-]*=|({'|'.join(GROUPS)})(\.[\w.]+)?$|-(?![\d.])")
+NO_PACKAGE = "a file of configs/experiment starts with `# @package _global_`"
+
+Known = dict[str, Setting]
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """One setting of the command line: the words as written, and the key and value they mean."""
 
     written: str
     key: str
     value: str | None
 
-    @property
-    def spelling(self) -> str:
-        return f"{self.key}={'VALUE' if self.value is None else self.value}"
 
+def load_config(argv: Sequence[str], *, project: Path | None = None) -> Config:
+    """Compose the files of `<project>/configs` with the words of a command line.
 
-@dataclass(frozen=True)
-class Schema:
-    """The dataclasses of a run, with that of its architecture in the `model` group."""
-
-    model: type
-
-    def sections(self) -> dict[str, type]:
-        """Return group -> dataclass."""
-        hints = typing.get_type_hints(Config)
-        groups = [name for name in hints if name in GROUPS]
-        return {**{name: hints[name] for name in groups}, "model": self.model}
-
-    def defaults(self) -> dict[str, Any]:
-        """Return dotted key -> default, for the fields that have one."""
-        found = {f.name: f.default for f in fields(Config) if f.default is not MISSING}
-        for section, cls in self.sections().items():
-            for f in fields(cls):
-                if f.default is not MISSING:
-                    found[f"{section}.{f.name}"] = f.default
-                elif f.default_factory is not MISSING:
-                    found[f"{section}.{f.name}"] = f.default_factory()
-        return found
-
-    def types(self) -> dict[str, Any]:
-        """Return dotted key -> annotation, in the order of the schema."""
-        root = typing.get_type_hints(Config)
-        found = {name: hint for name, hint in root.items() if name not in self.sections()}
-        for section, cls in self.sections().items():
-            hints = typing.get_type_hints(cls)
-            found |= {f"{section}.{field.name}": hints[field.name] for field in fields(cls)}
-        return found
-
-
-def compose(argv: Sequence[str], *, project: Path) -> Config:
-    """Return the Config of a command line. Raises ConfigError with every problem."""
-    overrides, found = read_overrides(argv)
-    choices, no_option = _choose_groups(overrides, project)
-    tree, no_tree = _compose_groups(choices, project)
-    in_files = dict(_flatten(tree))
+    project: a folder with a train.py; by default the one this package lies in.
+    Raises: ConfigError with every problem found, never only the first.
+    """
+    project, found = project or PROJECT, []
+    overrides = _read_words(argv, found)
+    choices = _choose_groups(overrides, project, found)
+    in_files = _read_files(project, choices, found)
     typed = {
         o.key: unquote(o.value) for o in overrides if o.value is not None and o.key not in GROUPS
     }
-    schema, no_model = _find_schema({**in_files, **typed}.get("model.architecture", "decoder"))
-    known = schema.types()
+    values = {**in_files, **typed}
+    model = _find_model(values.get("model.architecture", "decoder"), found)
+    known = known_settings(model)
     found += [problem for o in overrides if (problem := _misspelt(o, known))]
-    found += [*no_option, *no_tree, *no_model]
     for key, value in in_files.items():
         if key not in known:
             found.append(_unknown(f"{key}={shown(value)} in a file of configs", key, None, known))
-    settings = {key: value for key, value in {**in_files, **typed}.items() if key in known}
-    config, wrong = _build(schema, settings)
-    found += wrong.values()
-    if config is not None and not no_tree:
-        judged = problems(config, planned_world(config))
-        # What has no usable value stands as its default here; a sentence about it would mislead.
-        found += [p for p in judged if not any(f"{key}=" in p for key in wrong)]
-    if found or config is None:
+    defaults = {key: setting.default for key, setting in known.items()}
+    values, unfilled = _resolve(defaults | {key: values[key] for key in known if key in values})
+    for key, (kind, _) in known.items():
+        with contextlib.suppress(ValueError, OverflowError, yaml.YAMLError):
+            values[key] = convert(values[key], kind)  # problems tells what cannot be
+    config = build_config(model, values)
+    found += unfilled.values()
+    if in_files:
+        found += without(problems(config, planned_world(config)), unfilled)
+    if found:
         raise ConfigError(list(dict.fromkeys(found)))
     return config
-
-
-def read_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Read words as settings, however they are spelt; also return what words can be none."""
-    overrides, found = [], []
-    words = list(argv)
-    while words:
-        written = [words.pop(0)]
-        if written[0] in ("-m", "--multirun"):
-            found.append(SWEEP.format(written[0]))
-            continue
-        key, equals, value = written[0].partition("=")
-        # `key value`, `key = value`, `key =value` and `key= value` are one setting each.
-        if not equals and words and words[0].startswith("="):
-            written.append(words.pop(0))
-            equals, value = "=", written[-1][1:]
-        if not value and words and _is_value(words[0]):
-            written.append(words.pop(0))
-            equals, value = "=", written[-1]
-        overrides.append(Override(" ".join(written), key.strip("-+~ "), value if equals else None))
-    return overrides, found
 
 
 def unquote(text: str) -> str | None:
@@ -161,66 +100,47 @@ def options(project: Path, group: str) -> list[str]:
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """Return a value as a field of this type holds it. Raises ValueError when it cannot."""
-    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        for member in members:
-            with contextlib.suppress(ValueError, OverflowError):
-                return convert(value, member)
-    elif annotation is types.NoneType and value is None:
-        return None
-    elif annotation is bool and str(value).lower() in BOOLEANS:
-        return BOOLEANS[str(value).lower()]
-    elif annotation is str and isinstance(value, str | int) and not isinstance(value, bool):
-        return str(value)
-    elif annotation is int and isinstance(value, str | int) and not isinstance(value, bool):
-        return int(value)
-    elif annotation is float and isinstance(value, str | int | float):
-        if not isinstance(value, bool) and math.isfinite(number := float(value)):
-            return number
-    elif origin in (list, tuple):
-        items = yaml.safe_load(value) if isinstance(value, str) else value
-        if isinstance(items, list | tuple):
-            return origin(convert(item, members[0]) for item in items)
-    raise ValueError(f"{value!r} is not {expected(annotation)}")
+def _read_words(argv: Sequence[str], found: list[str]) -> list[Override]:
+    """Read words as settings, however they are spelt."""
+    overrides, words = [], list(argv)
+    while words:
+        written = [words.pop(0)]
+        if written[0] in ("-m", "--multirun"):
+            found.append(
+                f"{written[0]}: one command is one run, sweeps over values are not read here;"
+                " start train.py once for each value"
+            )
+            continue
+        key, equals, value = written[0].partition("=")
+        # `key value`, `key = value`, `key =value` and `key= value` are one setting each.
+        if not equals and words and words[0].startswith("="):
+            written.append(words.pop(0))
+            equals, value = "=", written[-1][1:]
+        if not value and words and not OWN_WORD.match(words[0]):
+            written.append(words.pop(0))
+            equals, value = "=", written[-1]
+        overrides.append(Override(" ".join(written), key.strip("-+~ "), value if equals else None))
+    return overrides
 
 
-def expected(annotation: Any) -> str:
-    """Say in words what a type accepts."""
-    members = typing.get_args(annotation)
-    if typing.get_origin(annotation) in (list, tuple):
-        return f"a list like [1, 2], each item {expected(members[0])}"
-    return EXPECTED.get(annotation) or " or ".join(map(expected, members)) or str(annotation)
-
-
-def _is_value(word: str) -> bool:
-    """Tell whether a word cannot be a setting or an option of its own."""
-    if re.match(r"[-+~]*[A-Za-z_][\w./-]*=", word) or word in GROUPS:
-        return False
-    if re.fullmatch(rf"({'|'.join(GROUPS)})\.[\w.]+", word):
-        return False
-    return not word.startswith("-") or bool(re.fullmatch(r"-[\d.]+(e[-+]?\d+)?", word))
-
-
-def _misspelt(override: Override, known: dict[str, Any]) -> str | None:
-    written, key = override.written, override.key
+def _misspelt(override: Override, known: Known) -> str | None:
+    written, key, value = override
     if key not in known and key not in GROUPS:
-        return _unknown(written, key, override.value, known)
-    if override.value is None:
-        return f"{written}: has no value; write {override.spelling}"
-    if written != override.spelling:
+        return _unknown(written, key, value, known)
+    if value is None:
+        return f"{written}: has no value; write {key}=VALUE"
+    if written != f"{key}={value}":
         return (
             f"{written}: settings are written KEY=VALUE, without dashes, + or ~, or spaces;"
-            f" write {override.spelling}"
+            f" write {key}={value}"
         )
     return None
 
 
-def _unknown(written: str, key: str, value: str | None, known: dict[str, Any]) -> str:
-    if key.partition(".")[0] == "experiment":
-        return f"{written}: a file of configs/experiment starts with `# @package _global_`"
+def _unknown(written: str, key: str, value: str | None, known: Known) -> str:
     group = key.partition(".")[0]
+    if group == "experiment":
+        return f"{written}: {NO_PACKAGE}"
     if near := _near(key, list(known) if "." in key else [*known, *GROUPS]):
         hint = f"did you mean {' or '.join(n if value is None else f'{n}={value}' for n in near)}?"
     elif group in GROUPS:
@@ -245,126 +165,88 @@ def _near(key: str, names: list[str]) -> list[str]:
     return [n for n in names if best >= 0.65 and scores[n] > best - 0.05][:3]
 
 
-def _choose_groups(overrides: list[Override], project: Path) -> tuple[dict[str, str], list[str]]:
-    choices, found = {}, []
-    for override in overrides:
-        if override.key not in GROUPS or override.value is None:
+def _choose_groups(overrides: list[Override], project: Path, found: list[str]) -> dict[str, str]:
+    """Return group -> option of the command line."""
+    choices = {}
+    for _, key, value in overrides:
+        if key not in GROUPS or value is None:
             continue
-        allowed = options(project, override.key)
-        option = shown(unquote(override.value))
-        if option in allowed or (override.key == "experiment" and option == "null"):
-            choices[override.key] = option
+        allowed, option = options(project, key), shown(unquote(value))
+        if option in allowed or (key, option) == ("experiment", "null"):
+            choices[key] = option
         else:
             found.append(
-                f"{override.spelling}: {override.key} has no such option;"
+                f"{key}={value}: {key} has no such option;"
                 f" options are {', '.join(allowed) or 'none'}"
             )
-    return choices, found
+    return choices
 
 
-def _compose_groups(choices: dict[str, str], project: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_files(project: Path, choices: dict[str, str], found: list[str]) -> dict[str, Any]:
+    """Return dotted key -> value as the files have it; nothing after a mistake."""
     folder = (project / "configs").resolve()
     if not (folder / "config.yaml").is_file():
-        return {}, [f"{project}: has no configs/config.yaml; name the folder that holds train.py"]
-    words = [f"~{g}" if name == "null" else f"{g}={name!r}" for g, name in choices.items()]
+        found.append(f"{project}: has no configs/config.yaml; name the folder that holds train.py")
+        return {}
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            tree = hydra_compose("config", words)
-        return typing.cast(dict, OmegaConf.to_container(tree, resolve=False)), []
+        tree = _compose_groups(folder, choices)
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         allowed = ", ".join(error.options or [])
-        return {}, [f"{group}={name} in a file of configs: no such option; options are {allowed}"]
+        found.append(f"{group}={name} in a file of configs: no such option; options are {allowed}")
+        return {}
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
-        if "@experiment" in reason:
-            reason = "a file of configs/experiment starts with `# @package _global_`"
-        return {}, [f"a file of configs cannot be read: {reason}"]
-
-
-def _flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        reason = NO_PACKAGE if "@experiment" in reason else reason
+        found.append(f"a file of configs cannot be read: {reason}")
+        return {}
+    flat = {}
     for name, node in tree.items():
-        if name in GROUPS and isinstance(node, dict):
-            yield from ((f"{name}.{key}", value) for key, value in node.items())
-        elif name not in GROUPS or node is not None:
-            yield name, node
+        if isinstance(node, dict):
+            flat |= {f"{name}.{key}": value for key, value in node.items()}
+        elif node is not None or name not in GROUPS:  # an empty file is a group of null
+            flat[name] = node
+    return flat
 
 
-def _find_schema(architecture: str) -> tuple[Schema, list[str]]:
-    from curry_train.models import MODELS
+def _compose_groups(folder: Path, choices: dict[str, str]) -> dict[str, Any]:
+    words = [f"~{g}" if name == "null" else f"{g}={name!r}" for g, name in choices.items()]
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        tree = hydra_compose("config", words)
+    return typing.cast(dict, OmegaConf.to_container(tree, resolve=False))
 
-    problem = f"model.architecture={architecture}:"
+
+def _find_model(architecture: Any, found: list[str]) -> type:
+    """Return the dataclass of the `model` group; ModelConfig after a mistake."""
     try:
-        model = model_schema(architecture)
+        return model_schema(architecture)
     except KeyError:
-        return Schema(ModelConfig), [f"{problem} no such model; known are {', '.join(MODELS)}"]
+        reason = f"no such model; known are {', '.join(MODELS)}"
     except (ImportError, AttributeError) as error:
-        return Schema(ModelConfig), [f"{problem} {MODELS[architecture]} does not load: {error}"]
-    if not is_dataclass(model) or "architecture" not in model.__dataclass_fields__:
-        return Schema(ModelConfig), [
-            f"{problem} the Config of {MODELS[architecture]} must be a dataclass with a field"
-            " `architecture: str`"
-        ]
-    return Schema(model), []
+        reason = f"{MODELS[architecture]} does not load: {error}"
+    found.append(f"model.architecture={architecture}: {reason}")
+    return ModelConfig
 
 
-def _build(schema: Schema, settings: dict[str, Any]) -> tuple[Config | None, dict[str, str]]:
-    """Fill the dataclasses; also return key -> problem of what has no usable value.
-
-    Such a field keeps its default; the Config is None where a field without default lacks a value.
-    """
-    defaults, known = schema.defaults(), schema.types()
-    resolved, wrong = _resolve({**defaults, **settings}, known)
-    values = dict(defaults)
-    for key, value in resolved.items():
+def _resolve(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replace `${other.key}`; also return key -> problem of what leads nowhere."""
+    resolved, unfilled = dict(settings), {}
+    linked = [key for key, value in settings.items() if "${" in str(value)]
+    tree = OmegaConf.create({})
+    for key in settings if linked else ():
         try:
-            values[key] = convert(value, known[key])
-        except (ValueError, OverflowError, yaml.YAMLError):
-            example = f", such as {key}={shown(defaults[key])}" if key in defaults else ""
-            wrong[key] = f"{key}={shown(value)}: must be {expected(known[key])}{example}"
-    for key in known.keys() - values.keys() - wrong.keys():
-        wrong[key] = f"{key}=???: {_missing(key, known)}"
-    if known.keys() - values.keys():
-        return None, wrong
-    sections = {
-        group: cls(**{f.name: values[f"{group}.{f.name}"] for f in fields(cls)})
-        for group, cls in schema.sections().items()
+            OmegaConf.update(tree, key, settings[key], force_add=True)
+        except OmegaConfBaseException:
+            unfilled[key] = "what stands in ${ } cannot be read"
+    for key in [key for key in linked if key not in unfilled]:
+        try:
+            node = OmegaConf.select(tree, key)
+            resolved[key] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            unfilled[key] = reason.rpartition("resolving interpolation: ")[2].strip('"')
+    return resolved, {
+        key: f"{key}={shown(settings[key])}: {reason}; write ${{KEY}} for the value of another"
+        " setting, \\${ for the bare characters"
+        for key, reason in unfilled.items()
     }
-    root = {key: value for key, value in values.items() if "." not in key}
-    return Config(**root, **sections), wrong
-
-
-def _resolve(
-    settings: dict[str, Any], known: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace `${other.key}`; also return key -> problem of what is missing or leads nowhere."""
-    tree, resolved, wrong = OmegaConf.create({}), {}, {}
-    for key, value in settings.items():
-        try:
-            OmegaConf.update(tree, key, value, force_add=True)
-        except OmegaConfBaseException as error:
-            wrong[key] = _unfilled(key, value, error)
-    for key, value in settings.items():
-        try:
-            if key not in wrong:
-                node = OmegaConf.select(tree, key, throw_on_missing=True)
-                resolved[key] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
-        except MissingMandatoryValue:
-            wrong[key] = f"{key}=???: {_missing(key, known)}"
-        except OmegaConfBaseException as error:
-            wrong[key] = _unfilled(key, value, error)
-    return resolved, wrong
-
-
-def _unfilled(key: str, value: Any, error: OmegaConfBaseException) -> str:
-    reason = "what stands in ${ } cannot be read"
-    if isinstance(error, InterpolationResolutionError):
-        reason = str(error).splitlines()[0].rpartition("resolving interpolation: ")[2].strip('"')
-    return (
-        f"{key}={shown(value)}: {reason}; write ${{KEY}} for the value of another setting,"
-        " \\${ for the bare characters"
-    )
-
-
-def _missing(key: str, known: dict[str, Any]) -> str:
-    return f"has no value yet; set {key} to {expected(known[key])}"

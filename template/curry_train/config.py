@@ -1,8 +1,8 @@
 """Every setting of a run: dataclasses with a sentence under each field.
 
-rules.py says what must hold for the values, compose.py makes a Config from a command line and
-command_line.py talks to people (`python -m curry_train.config check`, `--help`).
-None of the four imports torch, so they answer at once.
+rules says what must hold for the values, compose makes a Config from a command line, command_line
+talks to people (`python -m curry_train.config check`, `--help`). Each imports those before it, this
+file none of them. None imports torch, so they answer at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,32 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
-from curry_train.rules import problems as problems
+from curry_train.models import MODELS
+
+
+class Bound(NamedTuple):
+    """What a number must keep, in words and as a test."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+Natural = Annotated[int, Bound("of at least 0", lambda n: n >= 0)]
+Count = Annotated[int, Bound("of at least 1", lambda n: n >= 1)]
+NonNegative = Annotated[float, Bound("of at least 0", lambda x: x >= 0)]
+Positive = Annotated[float, Bound("above 0", lambda x: x > 0)]
+Decay = Annotated[float, Bound("of at least 0 and below 1", lambda x: 0 <= x < 1)]
+Share = Annotated[float, Bound("above 0 and below 1", lambda x: 0 < x < 1)]
+# 256 bytes and the end of a document
+BpeSize = Annotated[int, Bound("of at least 257", lambda n: n >= 257)]
+# What NumPy takes
+Seed = Annotated[int, Bound("of at least 0 and below 2**32", lambda n: 0 <= n < 2**32)]
 
 
 @dataclass(frozen=True)
@@ -26,49 +45,49 @@ class ModelConfig:
 
     architecture: str = "decoder"
     """Key of curry_train.models.MODELS."""
-    vocab_size: int = 257
+    vocab_size: Count = 257
     """Token ids the model can predict, the tokenizer's or more; inside a multiple of 64."""
-    hidden_size: int = 128
+    hidden_size: Count = 128
     """Width of the residual stream."""
-    intermediate_size: int = 352
+    intermediate_size: Count = 352
     """Hidden width of a dense SwiGLU feed-forward."""
-    num_hidden_layers: int = 2
+    num_hidden_layers: Count = 2
     """Decoder blocks."""
-    num_attention_heads: int = 4
+    num_attention_heads: Count = 4
     """Query heads."""
-    num_key_value_heads: int = 2
+    num_key_value_heads: Count = 2
     """Key/value heads; divides num_attention_heads."""
-    head_dim: int = 32
+    head_dim: Count = 32
     """Width of one head."""
-    max_position_embeddings: int = 4096
+    max_position_embeddings: Count = 4096
     """Longest sequence the model is meant for; data.seq_len may not exceed it."""
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Positive = 1e-6
     """Added to the mean square inside RMSNorm."""
     qk_norm: bool = True
     """RMSNorm on queries and keys per head, as Qwen3."""
     tie_word_embeddings: bool = False
     """Use the embedding matrix as output head."""
-    initializer_range: float = 0.02
+    initializer_range: Positive = 0.02
     """Standard deviation of every normal-initialised matrix."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """Keys each query sees, itself included; null sees all earlier ones."""
-    num_experts: int = 0
+    num_experts: Natural = 0
     """Routed experts per MoE block; 0 makes every feed-forward dense."""
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: Count = 2
     """Experts that each token visits."""
-    moe_intermediate_size: int = 176
+    moe_intermediate_size: Count = 176
     """Hidden width of one routed expert."""
     norm_topk_prob: bool = True
     """Divide the chosen router weights by their sum."""
-    shared_expert_intermediate_size: int = 0
+    shared_expert_intermediate_size: Natural = 0
     """Hidden width of the expert that every token visits; 0 means none."""
-    first_k_dense_replace: int = 0
+    first_k_dense_replace: Natural = 0
     """Leading blocks that stay dense in a MoE model."""
-    router_aux_loss_coef: float = 0.01
+    router_aux_loss_coef: NonNegative = 0.01
     """Weight of the load-balance loss."""
-    router_z_loss_coef: float = 0.0
+    router_z_loss_coef: NonNegative = 0.0
     """Weight of the router z-loss."""
     router_aux_loss_scope: str = "sequence"
     """Tokens one balance loss looks at: sequence or micro_batch."""
@@ -84,17 +103,17 @@ class DataConfig:
     """A text file, a folder of them, or one made by curry_train.data.prepare; null: see dataset."""
     tokenizer: str = "auto"
     """auto (a prepared corpus's own, else byte), byte, bpe trained here, or a tokenizer.json."""
-    bpe_vocab_size: int = 1024
+    bpe_vocab_size: BpeSize = 1024
     """Vocabulary of a bpe tokenizer trained here, the end-of-document token included."""
     cache_dir: str = ".cache/data"
     """Where prepared corpora are kept."""
-    val_fraction: float = 0.06
+    val_fraction: Share = 0.06
     """Share of documents held out, chosen by document hash."""
-    seq_len: int = 128
+    seq_len: Count = 128
     """Tokens in one sample."""
-    global_batch_size: int = 8
+    global_batch_size: Count = 8
     """Samples in one optimizer step over all ranks."""
-    micro_batch_size: int | str = "auto"
+    micro_batch_size: Literal["auto"] | Count = "auto"
     """Samples in one forward pass of one rank; auto: all it has, or 2*pp parts with a pipeline."""
     document_mask: bool = False
     """Attention stays inside a document; position ids restart with it."""
@@ -104,25 +123,25 @@ class DataConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = 2e-3
+    lr: Positive = 2e-3
     """Peak learning rate."""
-    min_lr: float | None = None
+    min_lr: NonNegative | None = None
     """Learning rate at run.max_steps; null is a tenth of lr."""
-    warmup_steps: int = 50
+    warmup_steps: Natural = 50
     """Steps of linear warm-up; may exceed run.max_steps."""
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant."""
-    decay_steps: int = 0
+    decay_steps: Natural = 0
     """Length of the linear decay of wsd, ending at run.max_steps; 0 takes a fifth of the run."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Decoupled decay, on matrices only; vectors, norms and embeddings never decay."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.99
+    beta2: Decay = 0.99
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Global norm that gradients are clipped to; 0 clips nothing."""
 
 
@@ -130,19 +149,19 @@ class OptimConfig:
 class ParallelConfig:
     """Sizes of the mesh axes."""
 
-    pp: int = 1
+    pp: Count = 1
     """Pipeline stages."""
-    dp_replicate: int = 1
+    dp_replicate: Count = 1
     """Replicas of the whole model."""
-    dp_shard: int = -1
+    dp_shard: Literal[-1] | Count = -1
     """Ranks that share the batch inside one replica; -1 fills the world."""
-    cp: int = 1
+    cp: Count = 1
     """Ranks that share one sequence."""
-    tp: int = 1
+    tp: Count = 1
     """Ranks that share each matrix."""
-    ep: int = 1
+    ep: Count = 1
     """Ranks that share the experts; divides dp_shard*cp*tp and is no factor of the world."""
-    zero: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
     """What dp_shard ranks divide: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."""
 
 
@@ -154,27 +173,27 @@ class RunConfig:
     """Folder that holds the run folders."""
     name: str = "quickstart"
     """First part of the run folder's name."""
-    max_steps: int = 1000
+    max_steps: Count = 1000
     """Optimizer steps of the whole run."""
     resume: str = "never"
     """never, auto, a run folder or a checkpoint folder."""
     init_from: str | None = None
     """A checkpoint whose weights start the run (weights only)."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between logged rows; the first and last step are always logged."""
-    eval_every: int = 250
+    eval_every: Natural = 250
     """Steps between validations; 0 validates at the end only."""
-    save_every: int = 250
+    save_every: Natural = 250
     """Steps between checkpoints; 0 saves at the end only."""
-    keep: int = 3
+    keep: Natural = 3
     """Newest checkpoints kept; 0 keeps all."""
-    stop_grace: float = 25.0
+    stop_grace: Positive = 25.0
     """Seconds a checkpoint may take after SIGTERM."""
-    comm_timeout: float = 600.0
+    comm_timeout: Positive = 600.0
     """Seconds a collective may wait before the run ends."""
-    max_nonfinite: int = 3
+    max_nonfinite: Natural = 3
     """Steps in a row with a non-finite loss or gradient that abort the run; 0 never aborts."""
-    sample_tokens: int = 200
+    sample_tokens: Natural = 200
     """Tokens of sampled text at the end; 0 samples none."""
     sample_prompt: str = ""
     """What the sample continues."""
@@ -192,13 +211,13 @@ class TrackingConfig:
 class Config:
     """The whole run."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of every source of randomness."""
-    devices: int | str = "auto"
+    devices: Literal["auto"] | Count = "auto"
     """Processes when train.py starts them itself; auto: one for each GPU, else one."""
-    accelerator: str = "auto"
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto (cuda when there is one, else cpu), cpu, cuda or mps."""
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """fp32, bf16, fp16 or fp64; parameters, moments and reductions stay fp32 (fp64 for fp64)."""
     compile: bool = False
     """torch.compile each block."""
@@ -224,15 +243,40 @@ class ConfigError(ValueError):
             super().__init__("\n".join([head, *(f"  {problem}" for problem in problems)]))
 
 
-def load_config(argv: Sequence[str], *, project: Path | None = None) -> Config:
-    """Compose the files of `<project>/configs` with the words of a command line.
+class Setting(NamedTuple):
+    """What a value of one key must be; the default `???` says that it must be given."""
 
-    project: a folder with a train.py; by default the one this package lies in.
-    Raises: ConfigError with every problem found, never only the first.
-    """
-    from curry_train.compose import compose  # Hydra loads here, not for users of the schema alone
+    kind: Any
+    default: Any
 
-    return compose(argv, project=project or Path(__file__).resolve().parents[1])
+
+def sections(model: type) -> dict[str, type]:
+    """Return group -> dataclass; `model` is that of the architecture, see model_schema."""
+    hints = typing.get_type_hints(Config)
+    groups = [name for name, hint in hints.items() if is_dataclass(hint)]
+    return {name: hints[name] for name in groups} | {"model": model}
+
+
+def known_settings(model: type) -> dict[str, Setting]:
+    """Return every key that a command line can set, those of the root first."""
+    groups, found = sections(model), {}
+    for group, cls in {"": Config, **groups}.items():
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for f in fields(cls):
+            if group or f.name not in groups:
+                default = f.default if f.default_factory is MISSING else f.default_factory()
+                default = "???" if default is MISSING else default
+                found[f"{group}.{f.name}".lstrip(".")] = Setting(hints[f.name], default)
+    return found
+
+
+def build_config(model: type, values: dict[str, Any]) -> Config:
+    """Make a Config of a value for each of known_settings; none is looked at."""
+    groups = {
+        group: cls(**{f.name: values[f"{group}.{f.name}"] for f in fields(cls)})
+        for group, cls in sections(model).items()
+    }
+    return Config(**{key: value for key, value in values.items() if "." not in key}, **groups)
 
 
 def model_schema(architecture: str) -> type:
@@ -241,9 +285,7 @@ def model_schema(architecture: str) -> type:
     Raises: KeyError for a name that curry_train.models.MODELS lacks.
     """
     if architecture == "decoder":
-        return ModelConfig
-    from curry_train.models import MODELS
-
+        return ModelConfig  # without loading torch for the Decoder itself
     module, _, name = MODELS[architecture].partition(":")
     return getattr(import_module(module), name).Config
 
@@ -267,7 +309,7 @@ def planned_world(config: Config) -> int | None:
         return int(os.environ["WORLD_SIZE"])
     if "SLURM_NTASKS" in os.environ:
         return None
-    if isinstance(config.devices, int):
+    if isinstance(config.devices, int) and config.devices >= 1:
         return config.devices
     return 1 if config.accelerator == "cpu" else None
 

@@ -12,11 +12,11 @@ from curry_train.config import (
     ConfigError,
     ModelConfig,
     planned_world,
-    problems,
     resolve_micro_batch,
 )
 from curry_train.parallel import dims
 from curry_train.parallel.grads import BUCKET_ELEMENTS
+from curry_train.rules import problems
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from curry_train.config import Config, load_config, resolve_micro_batch
+from curry_train.compose import load_config
+from curry_train.config import Config, resolve_micro_batch
 from curry_train.data import open_corpus
 from curry_train.data.loader import Loader
 from curry_train.data.token_file import Corpus
