@@ -709,7 +709,7 @@ def test_all_ranks_share_one_folder_that_rank_zero_writes(tmp_path):
 def test_tracking_and_manifests_import_no_torch():
     code = """
         import sys
-        import curry_train.checkpoint.commit
+        import curry_train.checkpoint
         import curry_train.tracking.abort
         import curry_train.tracking.run_folder
         heavy = {"torch", "lightning_fabric", "tensorboard", "yaml"} & sys.modules.keys()

@@ -11,8 +11,8 @@
 `manifest["tensors"]` maps a canonical name to {dtype, shape, chunks: [{offset, shape, file, key}]}.
 Every chunk states its place in the global tensor, so any layout of ranks can read any other's
 checkpoint. The manifest carries its own sha256 as well: a flipped digit in an offset or in
-samples_consumed would otherwise load without a word. commit.py makes and prunes the folders,
-dcp.py saves and loads tensors.
+samples_consumed would otherwise load without a word. dcp.py saves and loads, storage.py moves the
+bytes of tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -44,7 +44,8 @@ DTYPES = {
 """Names in the manifest (torch's) and in safetensors headers."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # stays inside its folder on every platform
+_SHA256 = re.compile("[0-9a-f]{64}")
 _FIELDS = {
     "step": int,
     "samples_consumed": int,
@@ -85,108 +86,90 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    problems = _manifest_problems(manifest)
+    problems = [f"{path}: {problem}" for problem in manifest_problems(manifest)]
     if problems:
-        raise CheckpointError(f"{path}: {problem}" for problem in problems)
+        raise CheckpointError(problems)
     return manifest
 
 
-def _manifest_problems(manifest: Any) -> list[str]:
-    if not isinstance(manifest, dict):
-        return [f"holds a {type(manifest).__name__}, expected an object"]
-    version = manifest.get("format")
-    if not _is_count(version):
-        return [f"key format is {version!r}, expected the number {FORMAT}"]
-    if version > FORMAT:
-        return [
-            f"key format is {version}: made by a newer version of curry_train "
-            f"(this one reads format {FORMAT}). Update the project to load it"
-        ]
-    if version < FORMAT:
-        return [f"key format is {version}, the first format is {FORMAT}"]
-    if "sha256" in manifest and manifest["sha256"] != manifest_sha256(manifest):
-        return ["key sha256 does not fit the content: the manifest was damaged or edited"]
-    problems = [
-        f"key {key} is {manifest.get(key)!r:.40}, expected {kind.__name__}"
-        for key, kind in _FIELDS.items()
-        if type(manifest.get(key)) is not kind
-    ]
-    if problems:
-        return problems
-    problems = [
-        f"key {key} is {manifest[key]}, expected 0 or more"
-        for key in ("step", "samples_consumed")
-        if manifest[key] < 0
-    ]
-    names: set[str] = set()
+def manifest_problems(manifest: Any) -> Iterator[str]:
+    """Yield what is wrong with a manifest, each problem with its key."""
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is not int or version != FORMAT:
+        newer = type(version) is int and version > FORMAT
+        hint = ": made by a newer version of curry_train, update the project to load it"
+        yield f"key format is {version!r}{hint if newer else ''}; readable is format {FORMAT}"
+        return
+    try:
+        if manifest.get("sha256", "") not in ("", manifest_sha256(manifest)):
+            yield "key sha256 does not fit the content: the manifest was damaged or edited"
+            return
+    except (TypeError, ValueError) as error:
+        yield f"is not plain JSON: {error}"
+        return
+    for key, kind in _FIELDS.items():
+        value = manifest.get(key)
+        if not (_is_count(value) if kind is int else type(value) is kind):
+            expected = "0 or more" if kind is int else kind.__name__
+            yield f"key {key} is {value!r:.40}, expected {expected}"
+            return
     for entry in manifest["files"]:
         if not _is_file_entry(entry):
-            problems.append(f"key files holds {entry!r:.80}, expected name, bytes and sha256")
-        elif entry["name"] in names:
-            problems.append(f"key files lists {entry['name']} twice")
-        else:
-            names.add(entry["name"])
+            yield f"key files holds {entry!r:.80}, expected name, bytes and sha256"
+            return
+    names = {entry["name"] for entry in manifest["files"]}
     for name, entry in manifest["tensors"].items():
-        problem = _tensor_problem(entry, names)
+        try:
+            problem = _tensor_problem(entry, names)
+        except (KeyError, TypeError):
+            problem = "expected dtype, shape and chunks of offset, shape, file and key"
         if problem:
-            problems.append(f"key tensors, {name}: {problem}")
-    return problems
+            yield f"key tensors, {name}: {problem}"
 
 
 def _is_file_entry(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and is_file_name(entry["name"])
+        and _FILE_NAME.fullmatch(str(entry.get("name"))) is not None
         and _is_count(entry.get("bytes"))
-        and isinstance(entry.get("sha256"), str)
-        and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
+        and _SHA256.fullmatch(str(entry.get("sha256"))) is not None
     )
 
 
-def _tensor_problem(entry: Any, files: set[str]) -> str | None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("chunks"), list):
-        return "expected an object with dtype, shape and chunks"
-    dtype, shape = entry.get("dtype"), entry.get("shape")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+def _tensor_problem(entry: dict[str, Any], files: set[str]) -> str | None:
+    """Say what is wrong with one tensor of a manifest; KeyError or TypeError: its structure."""
+    dtype, shape, covered = entry["dtype"], entry["shape"], 0
+    if dtype not in DTYPES:
         return f"dtype {dtype!r} is none of {', '.join(DTYPES)}"
     if not _is_shape(shape):
         return f"shape {shape!r} is not a list of sizes"
-    covered = 0
     for chunk in entry["chunks"]:
-        if not isinstance(chunk, dict) or not isinstance(chunk.get("key"), str):
-            return "expected chunks with offset, shape, file and key"
-        offset, size = chunk.get("offset"), chunk.get("shape")
+        offset, size = chunk["offset"], chunk["shape"]
         if not (_is_shape(offset) and _is_shape(size) and len(offset) == len(size) == len(shape)):
             return f"chunk offset {offset!r} and shape {size!r} do not fit shape {shape}"
-        axes = zip(offset, size, shape, strict=True)
-        if any(start + length > total for start, length, total in axes):
+        if any(at + width > total for at, width, total in zip(offset, size, shape, strict=True)):
             return f"chunk at {offset} of shape {size} reaches outside shape {shape}"
-        if chunk.get("file") not in files:
-            return f"chunk file {chunk.get('file')!r} is not among the files of the manifest"
+        if chunk["file"] not in files or not isinstance(chunk["key"], str):
+            return f"chunk {chunk['key']!r} of file {chunk['file']!r} is none of the listed files"
         covered += math.prod(size)
     if covered != math.prod(shape) or not entry["chunks"]:
         return f"chunks hold {covered} elements, shape {shape} has {math.prod(shape)}"
     return None
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_shape(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(_is_count(size) for size in value)
-
-
-def is_file_name(name: str) -> bool:
-    """Say whether a name stays inside its folder on every platform."""
-    return _FILE_NAME.fullmatch(name) is not None
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
 
 
 def manifest_sha256(manifest: dict[str, Any]) -> str:
     """Hash a manifest without its own sha256, independent of key order and white space."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_problem(checkpoint: Path, entry: dict[str, Any], *, verify: bool) -> str | None:
@@ -209,33 +192,27 @@ def file_problem(checkpoint: Path, entry: dict[str, Any], *, verify: bool) -> st
     return None
 
 
-def complete_checkpoints(root: Path) -> Iterator[Path]:
-    """Yield the complete checkpoints under root, newest step first; never raises.
+def is_complete(checkpoint: Path) -> bool:
+    """Say whether a folder is a whole checkpoint; never raises.
 
     Complete means a valid manifest, the step of the folder's name, and every file in full size.
     """
     try:
-        names = [entry.name for entry in Path(root).iterdir()]
-    except OSError:
-        return
-    matches = [match for name in names if (match := _STEP_FOLDER.fullmatch(name))]
-    matches.sort(key=lambda match: int(match[1]), reverse=True)
-    for match in matches:
-        folder = Path(root) / match[0]
-        if is_complete(folder):
-            yield folder
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Say whether a folder is a whole checkpoint; never raises."""
-    try:
         manifest = read_manifest(checkpoint)
-        named = checkpoint.name == folder_name(manifest["step"])
-        return named and not any(
-            file_problem(checkpoint, entry, verify=False) for entry in manifest["files"]
-        )
     except CheckpointError:
         return False
+    found = (file_problem(checkpoint, entry, verify=False) for entry in manifest["files"])
+    return checkpoint.name == folder_name(manifest["step"]) and not any(found)
+
+
+def complete_checkpoints(root: Path) -> Iterator[Path]:
+    """Yield the complete checkpoints under root, newest step first; never raises."""
+    try:
+        folders = [entry for entry in Path(root).iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
+    except OSError:
+        return
+    folders.sort(key=lambda folder: int(folder.name.removeprefix("step-")), reverse=True)
+    yield from filter(is_complete, folders)
 
 
 def latest(root: Path) -> Path | None:

@@ -1,43 +1,53 @@
 """Save and load checkpoints of any layout of ranks: complete or absent, and never a pickle.
 
-torch.distributed.checkpoint plans who writes and reads which part of which tensor; storage is
-ours, because its stock metadata file is a pickle, which must never be opened. A save goes to a
-temporary sibling; every file is flushed to disk; the manifest comes last; one rename commits.
-Overwriting in place would lose the old checkpoint to a kill in the middle of the new one.
+A save goes to a temporary sibling; every file is flushed to disk; the manifest comes last; one
+rename commits. Overwriting in place would lose the old checkpoint to a kill in the middle of the
+new one. Pruning renames first, so it never leaves half a checkpoint under a valid name either.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 
 from curry_train.checkpoint import (
     DTYPES,
     FORMAT,
     MANIFEST,
     CheckpointError,
-    commit,
+    complete_checkpoints,
     file_problem,
     folder_name,
-    is_file_name,
+    is_complete,
     latest,
+    manifest_problems,
+    manifest_sha256,
     read_manifest,
 )
-from curry_train.checkpoint.planners import LoadPlanner, SavePlanner
-from curry_train.checkpoint.storage import Reader, Writer, dtype_name, rank_file
+from curry_train.checkpoint.storage import (
+    GuardedPlanner,
+    dtype_name,
+    rank_file,
+    read_parts,
+    write_file,
+    write_parts,
+    write_safetensors,
+    writing,
+)
 from curry_train.parallel.mesh import Mesh
 
 __all__ = [
@@ -50,11 +60,6 @@ __all__ = [
     "save",
 ]
 
-Result = TypeVar("Result")
-
-_META = ("samples_consumed", "data_hash", "config_hash", "model", "mesh")
-_OWN_KEYS = ("format", "step", "files", "tensors", "sha256")
-
 
 def save(
     root: Path,
@@ -66,53 +71,55 @@ def save(
     files: Mapping[str, bytes],
     mesh: Mesh,
     keep: int,
-    expert_count: int | None = None,
 ) -> Path:
     """Write root/step-XXXXXXXX and return it; every rank of the mesh calls this together.
 
     tensors: the global state under canonical names. A DTensor is written shard by shard, each
     shard once; a plain tensor is a replica, written by one rank, and every rank that names it
-    must hold the same bits. Ranks may hold different names (pipeline stages).
-    rank_tensors: this rank's own tensors, such as random states. files: rank 0's small files.
-    expert_count: experts of the whole model; tensors named `.experts.` must have it as shape[0].
-    None takes num_experts of meta["model"].
+    must hold the same bits. Ranks may hold different names (pipeline stages). Tensors named
+    `.experts.` must have num_experts of meta["model"] as shape[0].
+    rank_tensors: this rank's own, such as random states. files: rank 0's small files. meta: goes
+    into the manifest. keep: newest complete checkpoints that stay, this one included; 0: all.
 
-    keep: newest complete checkpoints that stay, this one included; 0 keeps all.
-    A step that is already saved is never overwritten: see commit.claim.
-
-    Group: world; a few object collectives.
+    Group: world; two rounds through rank 0.
     Raises: CheckpointError on every rank; the checkpoints that were there stay valid.
     """
     final = Path(root) / folder_name(step)
-    if expert_count is None:
-        model = meta.get("model")
-        expert_count = model.get("num_experts") if isinstance(model, dict) else None
-    problems = _tensor_problems(tensors, expert_count) + _tensor_problems(rank_tensors, None)
-    _agree(mesh, problems + _meta_problems(step, meta, files, keep))
-    temporary = _on_rank_zero(mesh, lambda: commit.claim(final, meta["samples_consumed"]))
-    if temporary is None:
-        return final
+    listed = [{"name": name, "bytes": 0, "sha256": "0" * 64} for name in files]
+    manifest = {**meta, "format": FORMAT, "step": step, "files": listed, "tensors": {}}
+    planner = GuardedPlanner(compare_replicas=mesh.world > 1)
 
-    def finish(entries: list[dict[str, Any]], placed: dict[str, Any]) -> None:
-        manifest = {"format": FORMAT, "step": step, **meta, "files": entries, "tensors": placed}
-        commit.commit(temporary, final, manifest)
+    def plan_parts() -> SavePlan:
+        problems = _save_problems(manifest, {**tensors, **rank_tensors})
+        if problems:
+            raise CheckpointError(problems)
+        planner.set_up_planner(dict(tensors), is_coordinator=mesh.rank == 0)
+        return planner.create_local_plan()
 
-    writer = Writer(temporary, mesh.rank, rank_tensors=rank_tensors, files=files, commit=finish)
-    group = mesh.group("world")
-    try:
-        with _plain_errors(mesh):
-            state_dict_saver.save(
-                dict(tensors),
-                storage_writer=writer,
-                planner=SavePlanner(compare_replicas=group is not None),
-                process_group=group,
-                no_dist=group is None,
-            )
-    finally:
-        if mesh.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-    if mesh.rank == 0:
-        commit.prune(final.parent, keep, final)
+    def begin(plans: list[SavePlan]) -> list[tuple[Path | None, SavePlan]]:
+        plans, _ = planner.create_global_plan(plans)
+        temporary = _claim(final, meta["samples_consumed"])
+        return [(temporary, plan) for plan in plans]
+
+    def write() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        entries, placed = write_parts(temporary, mesh.rank, planner.finish_plan(plan), planner)
+        if rank_tensors:
+            entries.append(write_safetensors(temporary / rank_file(mesh.rank), rank_tensors))
+        for name, content in files.items() if mesh.rank == 0 else ():
+            entries.append(write_file(temporary / name, [content]))
+        return entries, placed
+
+    def end(written: list[tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
+        _commit(temporary, final, manifest, written)
+        _prune(final, keep)
+
+    temporary, plan = _through_rank_zero(mesh, plan_parts, begin)
+    if temporary is not None:
+        try:
+            _through_rank_zero(mesh, write, end)
+        finally:
+            if mesh.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
@@ -132,35 +139,32 @@ def load(
     verify: compare every file's sha256 first; the ranks share the files among them.
     Nothing is written to tensors before all of this holds, and nothing on disk is changed.
 
-    Group: world; three object collectives.
+    Group: world; two rounds through rank 0.
     Raises: CheckpointError on every rank with all problems, each with its file or key.
     """
     checkpoint, mesh = Path(checkpoint), mesh or Mesh.single()
-    manifest: dict[str, Any] = {"tensors": {}}
+    path, manifest = checkpoint / MANIFEST, {"tensors": {}}
     try:
         manifest = read_manifest(checkpoint)
         mine = manifest["files"][mesh.rank :: mesh.world]
         found = [file_problem(checkpoint, entry, verify=verify) for entry in mine]
         problems = [problem for problem in found if problem is not None]
-        problems += _mismatches(checkpoint, tensors, manifest)
+        problems += _mismatches(path, tensors, manifest["tensors"])
     except CheckpointError as error:
         problems = error.problems
-    wanted = {name for names in _gather(mesh, list(tensors)) for name in names}
-    problems += [
-        f"{checkpoint / MANIFEST}: tensor {name} is in the checkpoint and unknown to this model"
-        for name in manifest["tensors"]
-        if name not in wanted and not name.startswith(tuple(ignore))
-    ]
-    _agree(mesh, problems)
-    group = mesh.group("world")
-    with _plain_errors(mesh):
-        state_dict_loader.load(
-            dict(tensors),
-            storage_reader=Reader(checkpoint, manifest),
-            planner=LoadPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+
+    def check(ranks: list[tuple[list[str], list[str]]]) -> None:
+        wanted = {name for _, names in ranks for name in names}
+        unknown = [
+            f"{path}: tensor {name} is in the checkpoint and unknown to this model"
+            for name in manifest["tensors"]
+            if name not in wanted and not name.startswith(tuple(ignore))
+        ]
+        _raise_by_rank([problems for problems, _ in ranks], unknown)
+
+    _through_rank_zero(mesh, lambda: (problems, list(tensors)), check)
+    read = partial(read_parts, checkpoint, tensors, manifest["tensors"])
+    _through_rank_zero(mesh, read, lambda _: None)
     return manifest
 
 
@@ -189,8 +193,90 @@ def read_file(checkpoint: Path, name: str) -> bytes:
     return (checkpoint / name).read_bytes()
 
 
-def _tensor_problems(tensors: Mapping[str, Any], expert_count: int | None) -> list[str]:
-    problems = []
+def _claim(final: Path, samples_consumed: int) -> Path | None:
+    """Make the temporary folder of a save; None when this very state is already saved.
+
+    Resume is exact, so step and data position decide the state: at another position the save is
+    refused. One run writes below root (its lease sees to it): what is temporary here was left by
+    a kill and is removed.
+    """
+    if is_complete(final):
+        saved = read_manifest(final)["samples_consumed"]
+        if saved == samples_consumed:
+            return None
+        raise CheckpointError(
+            f"{final} already holds this step at samples_consumed={saved}, now it is "
+            f"{samples_consumed}: another history. Checkpoints are never overwritten; start a new "
+            "run from the checkpoint you want (run.resume=CHECKPOINT)"
+        )
+    temporary = _temporary(final)
+    with writing(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left_by_a_kill in final.parent.glob("step-*.tmp-*"):
+            shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        if final.exists():  # damaged: somebody may still want to look at it
+            os.replace(final, final.with_name(f"{final.name}.incomplete-{secrets.token_hex(3)}"))
+        temporary.mkdir()
+    return temporary
+
+
+def _commit(
+    temporary: Path,
+    final: Path,
+    manifest: dict[str, Any],
+    written: list[tuple[list[dict[str, Any]], dict[str, Any]]],
+) -> None:
+    """Write the manifest of what all ranks wrote, name the folder and point `latest` to it.
+
+    Once the folder has its name the checkpoint stands: a pointer that cannot be moved is a warning.
+    """
+    tensors: dict[str, Any] = {}
+    for name, entry in (named for _, placed in written for named in placed.items()):
+        tensors.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
+    manifest["files"] = [entry for entries, _ in written for entry in entries]
+    manifest["tensors"] = dict(sorted(tensors.items()))
+    text = json.dumps({**manifest, "sha256": manifest_sha256(manifest)}, allow_nan=False)
+    write_file(temporary / MANIFEST, [text.encode()])
+    with writing(final):
+        _sync_folder(temporary)
+        os.replace(temporary, final)
+    pointer = final.with_name(f"latest.tmp-{secrets.token_hex(3)}")
+    try:
+        write_file(pointer, [f"{final.name}\n".encode()])
+        os.replace(pointer, final.with_name("latest"))
+        _sync_folder(final.parent)
+    except (CheckpointError, OSError) as error:
+        pointer.unlink(missing_ok=True)
+        warnings.warn(f"{final.with_name('latest')} could not be moved: {error}", stacklevel=2)
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Remove all but the `keep` newest complete checkpoints; never `newest`, nothing at keep=0."""
+    others = [folder for folder in complete_checkpoints(newest.parent) if folder != newest]
+    for folder in others[keep - 1 :] if keep else []:
+        doomed = _temporary(folder)
+        try:
+            os.replace(folder, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            warnings.warn(f"{folder} could not be pruned: {error}", stacklevel=2)
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f"{final.name}.tmp-{secrets.token_hex(3)}")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _save_problems(manifest: dict[str, Any], tensors: Mapping[str, Any]) -> list[str]:
+    problems = [f"meta or files: {problem}" for problem in manifest_problems(manifest)]
+    experts = (manifest.get("model") or {}).get("num_experts")
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
@@ -201,111 +287,84 @@ def _tensor_problems(tensors: Mapping[str, Any], expert_count: int | None) -> li
         elif dtype_name(tensor.dtype) not in DTYPES:
             allowed = ", ".join(DTYPES)
             problems.append(f"tensor {name} is {dtype_name(tensor.dtype)}; allowed: {allowed}")
-        elif ".experts." in name and tensor.shape[:1] != (expert_count,):
+        elif ".experts." in name and tensor.shape[:1] != (experts,):
             problems.append(
-                f"tensor {name} has shape {list(tensor.shape)}, but expert_count is "
-                f"{expert_count}: shape[0] must count the experts of all ranks, so give the "
-                "global tensor (a DTensor sharded over ep)"
+                f"tensor {name} has shape {list(tensor.shape)}, but the model's num_experts is "
+                f"{experts}: shape[0] must count the experts of all ranks, so give the global "
+                "tensor (a DTensor sharded over ep)"
             )
     return problems
 
 
-def _meta_problems(
-    step: int, meta: Mapping[str, Any], files: Mapping[str, bytes], keep: int
-) -> list[str]:
-    problems = [f"meta lacks {key}; needed: {', '.join(_META)}" for key in _META if key not in meta]
-    problems += [f"meta holds {key}, which save sets itself" for key in _OWN_KEYS if key in meta]
-    counts = {"step": step, "keep": keep}.items()
-    problems += [f"{key} is {count}; allowed: 0 or more" for key, count in counts if count < 0]
-    try:
-        json.dumps(dict(meta), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        problems.append(f"meta is not plain JSON: {error}")
-    for name in files:
-        if not is_file_name(name) or name == MANIFEST or name.startswith(("tensors-", "rank-")):
-            problems.append(f"files holds {name!r}; allowed: a file name that save does not use")
-    return problems
-
-
-def _mismatches(
-    checkpoint: Path, tensors: Mapping[str, Tensor], manifest: dict[str, Any]
-) -> list[str]:
-    problems, path = [], checkpoint / MANIFEST
+def _mismatches(path: Path, tensors: Mapping[str, Tensor], saved: dict[str, Any]) -> list[str]:
+    problems = []
     for name, tensor in tensors.items():
-        saved = manifest["tensors"].get(name)
-        if saved is None:
+        entry, shape, dtype = saved.get(name), list(tensor.shape), dtype_name(tensor.dtype)
+        if entry is None:
             problems.append(f"{path}: tensor {name} is missing in the checkpoint")
         elif tensor.is_meta:
             problems.append(f"tensor {name} is on the meta device; give it memory before loading")
-        elif saved["shape"] != list(tensor.shape):
+        elif entry["shape"] != shape:
             problems.append(
-                f"{path}: tensor {name} has shape {saved['shape']} in the checkpoint and "
-                f"{list(tensor.shape)} here; set model.* to the values under its key model"
+                f"{path}: tensor {name} has shape {entry['shape']} in the checkpoint and {shape} "
+                "here; set model.* to the values under its key model"
             )
-        elif saved["dtype"] != dtype_name(tensor.dtype):
+        elif entry["dtype"] != dtype:
             problems.append(
-                f"{path}: tensor {name} is {saved['dtype']} in the checkpoint and "
-                f"{dtype_name(tensor.dtype)} here; set precision to what it was saved with"
+                f"{path}: tensor {name} is {entry['dtype']} in the checkpoint and {dtype} here; "
+                "set precision to what it was saved with"
             )
     return problems
 
 
-def _gather(mesh: Mesh, value: Result) -> list[Result]:
-    group = mesh.group("world")
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * mesh.world
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _through_rank_zero(
+    mesh: Mesh, work: Callable[[], Any], decide: Callable[[list[Any]], list[Any] | None]
+) -> Any:
+    """Work on every rank, decide on rank 0 from all results, and return this rank's answer.
 
-
-def _agree(mesh: Mesh, problems: list[str]) -> None:
-    """Raise the problems of all ranks on every rank, each once; none of them raises nothing."""
-    _raise_by_rank(dict(enumerate(_gather(mesh, problems))), mesh)
-
-
-def _on_rank_zero(mesh: Mesh, function: Callable[[], Result]) -> Result:
-    """Call function on rank 0 and return its answer, or raise its error, on every rank."""
-    answer: list[Any] = [None, []]
+    decide returns an answer for each rank, or None. Whatever a rank or rank 0 refuses is raised
+    as CheckpointError on every rank. Group: world, two collectives.
+    """
+    group, result, problems, answers = mesh.group("world"), None, [], None
+    try:
+        result = work()
+    except Exception as error:
+        problems = _problems(error)
+    results = [(result, problems)] * mesh.world
+    root = 0 if group is None else dist.get_global_rank(group, 0)
+    if group is not None:
+        place = results if mesh.rank == 0 else None
+        dist.gather_object((result, problems), place, dst=root, group=group)
     if mesh.rank == 0:
         try:
-            answer[0] = function()
-        except CheckpointError as error:
-            answer[1] = error.problems
-        except OSError as error:
-            answer[1] = [f"{error.filename} cannot be written: {error.strerror}"]
-    group = mesh.group("world")
+            _raise_by_rank([problems for _, problems in results])
+            decided = decide([result for result, _ in results]) or [None] * mesh.world
+            answers = [(answer, []) for answer in decided]
+        except Exception as error:
+            answers = [(None, _problems(error))] * mesh.world
+    mine: list[Any] = answers or [None]
     if group is not None:
-        dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-    if answer[1]:
-        raise CheckpointError(answer[1])
-    return answer[0]
+        dist.scatter_object_list(mine, answers, src=root, group=group)
+    answer, problems = mine[0]
+    if problems:
+        raise CheckpointError(problems)
+    return answer
 
 
-@contextmanager
-def _plain_errors(mesh: Mesh) -> Iterator[None]:
-    """Turn torch's CheckpointException, which is no Exception, into a CheckpointError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as failure:
-        found = {}
-        for rank, (error, _) in failure.failures.items():
-            if not isinstance(error, Exception):
-                raise error from None
-            plain = isinstance(error, CheckpointError)
-            found[rank] = error.problems if plain else [f"{type(error).__name__}: {error}"]
-        _raise_by_rank(found, mesh)
+def _problems(error: Exception) -> list[str]:
+    plain = isinstance(error, CheckpointError)
+    return error.problems if plain else [f"{type(error).__name__}: {error}"]
 
 
-def _raise_by_rank(found: Mapping[int, list[str]], mesh: Mesh) -> None:
+def _raise_by_rank(problems_of_ranks: list[list[str]], more: Sequence[str] = ()) -> None:
+    """Raise every problem once, with the first rank that has it unless all have it."""
     ranks: dict[str, list[int]] = {}
-    for rank, problems in found.items():
+    for rank, problems in enumerate(problems_of_ranks):
         for problem in problems:
             ranks.setdefault(problem, []).append(rank)
-    if ranks:
-        raise CheckpointError(
-            problem if len(where) == mesh.world else f"rank {where[0]}: {problem}"
-            for problem, where in ranks.items()
-        )
+    told = [
+        problem if len(where) == len(problems_of_ranks) else f"rank {where[0]}: {problem}"
+        for problem, where in ranks.items()
+    ]
+    if told or more:
+        raise CheckpointError([*told, *more])
