@@ -34,7 +34,7 @@ from curry_train.config import (
     sections,
 )
 from curry_train.models import MODELS
-from curry_train.rules import convert, problems, shown, without
+from curry_train.rules import convert, problems, shown, unusable, without
 
 PROJECT = Path(__file__).resolve().parents[1]
 GROUPS = (*sections(ModelConfig), "experiment")
@@ -80,8 +80,9 @@ def load_config(argv: Sequence[str], *, project: Path | None = None) -> Config:
             values[key] = convert(values[key], kind)  # problems tells what cannot be
     config = build_config(model, values)
     found += unfilled.values()
-    if in_files:
-        found += without(problems(config, planned_world(config)), unfilled)
+    # Without the values of the files, rules between settings would judge what nobody chose.
+    judged = problems(config, planned_world(config)) if in_files else unusable(config).values()
+    found += without(judged, unfilled)
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
     return config

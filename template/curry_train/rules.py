@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from curry_train.config import Config, ModelConfig, Setting, build_config, known_settings
+from curry_train.config import Config, ModelConfig, build_config, known_settings
 from curry_train.data import DATASETS, vocab_size_of
 from curry_train.parallel.dims import batch_world, resolve
 
@@ -42,11 +42,13 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     world: number of processes; None leaves out what depends on it.
     """
     model = type(config.model)
-    known = known_settings(model)
-    values = {key: value_of(config, key) for key in known}
-    wrong = {key: why for key in known if (why := _unusable(key, values[key], known[key]))}
+    known, wrong = known_settings(model), unusable(config)
     # The other rules see a default in its place, and say nothing that would mislead.
-    config = build_config(model, values | {key: known[key].default for key in wrong})
+    usable = {
+        key: default if key in wrong else value_of(config, key)
+        for key, (_, default) in known.items()
+    }
+    config = build_config(model, usable)
     rules = [_lengths(config), _mesh(config, world), _places(config)]
     if model is ModelConfig:
         rules.append(_decoder(config.model))
@@ -55,6 +57,22 @@ def problems(config: Config, world: int | None = None) -> list[str]:
         # The Config of another model class may bring rules of its own.
         refused += getattr(config.model, "problems", list)()
     return [*wrong.values(), *without(refused, wrong)]
+
+
+def unusable(config: Config) -> dict[str, str]:
+    """Return key -> problem of each value that its field cannot hold, whatever the others are."""
+    found = {}
+    for key, (kind, default) in known_settings(type(config.model)).items():
+        value = value_of(config, key)
+        if value == "???":
+            found[key] = f"{key}=???: has no value yet; set {key} to {expected(kind)}"
+            continue
+        try:
+            convert(value, kind)
+        except (ValueError, OverflowError, yaml.YAMLError):
+            example = "" if default == "???" else f", such as {key}={shown(default)}"
+            found[key] = f"{key}={shown(value)}: must be {expected(kind)}{example}"
+    return found
 
 
 def without(sentences: Iterable[str], keys: Iterable[str]) -> list[str]:
@@ -120,18 +138,6 @@ def shown(value: object) -> str:
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
-
-
-def _unusable(key: str, value: Any, setting: Setting) -> str | None:
-    kind, default = setting
-    if value == "???":
-        return f"{key}=???: has no value yet; set {key} to {expected(kind)}"
-    try:
-        convert(value, kind)
-    except (ValueError, OverflowError, yaml.YAMLError):
-        example = "" if default == "???" else f", such as {key}={shown(default)}"
-        return f"{key}={shown(value)}: must be {expected(kind)}{example}"
-    return None
 
 
 def _decoder(model: ModelConfig) -> Refusals:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from curry_train.config import (
     Config,
     ConfigError,
     ModelConfig,
+    Share,
     config_hash,
     resolve_micro_batch,
     to_dict,
@@ -363,6 +365,14 @@ def test_a_file_that_is_no_yaml_is_named_with_its_line(project):
     assert "configs/model/mine.yaml" in problem and "line 2" in problem and "\n" not in problem
 
 
+def test_unusable_values_are_told_beside_a_broken_file(project):
+    (project / "configs/model/mine.yaml").write_text("hidden_size: [1\n")
+    found = told("model=mine", "optim.lr=x", "data.seq_len=9999", "nope=1", project=project)
+    assert len(found) == 3  # how long a sequence the model takes is not known
+    for said in ("optim.lr=x: must be", "nope=1: no such", "a file of configs cannot be read"):
+        assert any(problem.startswith(said) for problem in found), said
+
+
 def test_an_unknown_option_in_an_experiment_lists_the_options(project):
     experiment = project / "configs/experiment/mine.yaml"
     experiment.write_text("# @package _global_\ndefaults:\n  - override /model: nope\n")
@@ -475,6 +485,10 @@ def test_a_value_at_the_edge_is_accepted(key, value):
     assert problems(set_to(load_config([]), key, value)) == []
 
 
+def test_the_defaults_can_be_used():
+    assert problems(Config(), 1) == []
+
+
 def test_a_constant_learning_rate_has_no_use_for_min_lr():
     assert load_config(["optim.schedule=constant", "optim.lr=1e-5"]).optim.lr == 1e-5
 
@@ -548,6 +562,8 @@ def test_the_hash_is_the_sha256_of_sorted_json_without_where_and_how_long():
 class LadderConfig:
     rungs: int
     """Steps of the ladder."""
+    lean: Share | Literal["none"] = "none"
+    """How far from upright."""
     architecture: str = "ladder"
     """Key of MODELS."""
     widths: tuple[int, ...] = (1, 2)
@@ -570,8 +586,10 @@ def ladder(monkeypatch, project):
 
 
 def test_another_model_brings_its_own_settings_and_rules(ladder):
-    config = load_config(["model=ladder", "model.rungs=3", "model.widths=[3, 4]"], project=ladder)
-    assert config.model == LadderConfig(rungs=3, widths=(3, 4))
+    config = load_config(
+        ["model=ladder", "model.rungs=3", "model.widths=[3, 4]", "model.lean=.5"], project=ladder
+    )
+    assert config.model == LadderConfig(rungs=3, lean=0.5, widths=(3, 4))
     assert told("model=ladder", "model.rungs=1", project=ladder) == [
         "model.rungs=1: a ladder has at least 2"
     ]
@@ -579,6 +597,10 @@ def test_another_model_brings_its_own_settings_and_rules(ladder):
     assert any("model.rungs=???" in problem for problem in found)
     assert any(problem.startswith("model.hidden_size=4: no such setting") for problem in found)
     assert any("model.widths=5: must be a list like [1, 2]" in problem for problem in found)
+    # Its rules wait until each value can be used.
+    assert told("model=ladder", "model.rungs=1", "model.lean=1", project=ladder) == [
+        "model.lean=1: must be a finite number above 0 and below 1 or none, such as model.lean=none"
+    ]
 
 
 def test_a_model_that_does_not_load_is_told(monkeypatch, ladder):
@@ -627,6 +649,14 @@ def test_help_and_checks_need_no_torch_and_little_time():
     )
     result = run_python("-c", program)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_files_of_the_configuration_import_each_other_one_way():
+    files = ["config", "rules", "compose", "command_line"]
+    for name in files[:-1]:
+        text = (PROJECT / f"curry_train/{name}.py").read_text().split("if __name__")[0]
+        later = files[files.index(name) + 1 :]
+        assert not re.search(rf"(from|import) curry_train\.({'|'.join(later)})\b", text), name
 
 
 def test_help_answers_although_a_file_is_broken(project):
