@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -92,14 +93,10 @@ def help_text(project: Path | None = None) -> str:
         "Settings (KEY=VALUE; null means none), each with the value it has unless you set it",
     ]
     model = type(config.model)
-    sentences = _sentences(Config)
-    for group, cls in sections(model).items():
-        sentences |= {f"{group}.{name}": text for name, text in _sentences(cls).items()}
+    sentences = _sentences(model)
     for key in known_settings(model):
         lines.append(f"  {key}={shown(value_of(config, key))}")
-        lines += textwrap.wrap(
-            sentences.get(key, ""), 92, initial_indent="      ", subsequent_indent="      "
-        )
+        lines += textwrap.indent(textwrap.fill(sentences.get(key, ""), 86), " " * 6).splitlines()
     return "\n".join(lines)
 
 
@@ -135,15 +132,16 @@ def _summary(config: Config) -> str:
     return f"{tokens}, {world} process{'es' * (world > 1)} with micro-batches of {size}"
 
 
-def _sentences(cls: type) -> dict[str, str]:
-    """Return field -> the sentence under it in the source."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
+def _sentences(model: type) -> dict[str, str]:
+    """Return dotted key -> the sentence under the field in the source."""
     found = {}
-    for field, after in zip(definition.body, definition.body[1:], strict=False):
-        match field, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
+    for group, cls in {"": Config, **sections(model)}.items():
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
+        for pair in pairwise(definition.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[f"{group}.{name}".lstrip(".")] = " ".join(text.split())
     return found
 
 
