@@ -10,7 +10,6 @@ are medians over rounds. On a busy machine only the time of the thread itself me
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -36,24 +35,18 @@ def write_corpus(folder: Path, tokens: int) -> None:
     """Write random ids as a corpus of one shard that is training and validation alike."""
     coder = tokenizer.ByteTokenizer()
     coder.save(folder / token_file.TOKENIZER)
-    ids = np.random.default_rng(0).integers(0, 256, tokens, dtype="<u2")
-    ids[DOCUMENT - 1 :: DOCUMENT] = coder.eos_id
-    ends = np.arange(DOCUMENT, tokens + 1, DOCUMENT, dtype="<i8")
-    ids.tofile(folder / "shard-00000.bin")
-    ends.tofile(folder / "shard-00000.ends.bin")
-    segment = token_file.Segment(0, 0, tokens, 0, len(ends), tokens - len(ends))
-    split = {"segments": [dataclasses.asdict(segment)]}
-    shard = {
-        "file": "shard-00000.bin",
-        "ends_file": "shard-00000.ends.bin",
-        "tokens": tokens,
-        "documents": len(ends),
-    }
+    dtype = token_file.dtype_for(coder.vocab_size)
+    writer = token_file.SplitWriter(folder, "train", dtype=dtype, eos_id=coder.eos_id)
+    draw = np.random.default_rng(0)
+    for _ in range(tokens // DOCUMENT):
+        ids = draw.integers(0, 256, DOCUMENT, dtype=dtype)
+        ids[-1] = coder.eos_id
+        writer.write(ids, DOCUMENT - 1)
+    split = writer.finish()
     manifest = {
         "format": token_file.FORMAT,
-        "dtype": "uint16",
+        "dtype": dtype.name,
         "tokenizer": {"kind": "byte", "sha256": coder.sha256, "eos_id": coder.eos_id},
-        "shards": [shard],
         "splits": {"train": split, "val": split},
     }
     (folder / token_file.MANIFEST).write_text(json.dumps(manifest))
@@ -106,7 +99,7 @@ def main() -> None:
             document_mask=arguments.document_mask,
         )
         ours = Loader(corpus, data, seed=0, micro_batch_size=arguments.batch).next_step
-        plain = habit(Path(folder) / "shard-00000.bin", arguments.batch, arguments.seq_len)
+        plain = habit(Path(folder) / "train-00000.bin", arguments.batch, arguments.seq_len)
         pairs = [
             (rate(ours, size, arguments.seconds), rate(plain, size, arguments.seconds))
             for _ in range(ROUNDS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from curry_train.config import DataConfig
-from curry_train.data import DataError
+from curry_train.data import DataError, token_file
 from curry_train.data.loader import IGNORED, Loader, permute, validation_batches
 from curry_train.data.prepare import Settings, prepare
 from curry_train.data.sources import find_source
@@ -17,16 +17,27 @@ from curry_train.data.token_file import read_corpus
 SEQ_LEN = 7
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Three inputs, weights 1, 2 and 1.5: segments, repeats, windows across their borders."""
-    folder = tmp_path_factory.mktemp("corpus")
+def make(folder):
+    """Three inputs, weights 1, 2 and 1.5."""
     sources = []
     for name, weight, count in (("a", 1.0, 40), ("b", 2.0, 9), ("c", 1.5, 25)):
         lines = [f'{{"text": "{name}{n} {"xyz" * (n % 5)}"}}\n' for n in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
         sources.append(find_source(folder / f"{name}.jsonl", weight=weight))
     return read_corpus(prepare(sources, folder / "out", Settings(val_fraction=0.2)))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus of many shards, so that windows cross their borders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_file, "SHARD_TOKENS", 100)
+        return make(tmp_path_factory.mktemp("many"))
+
+
+@pytest.fixture(scope="module")
+def one_shard(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("one"))
 
 
 def config(**changes):
@@ -154,20 +165,21 @@ def test_micro_batches_have_the_promised_form(corpus):
     assert rows([next(stream), next(stream)]) == take(corpus, 2, world=2, micro=3)[18:24]
 
 
-def test_windows_over_segment_borders_equal_the_stream(corpus):
-    stream = corpus.train
-    segments = corpus.manifest["splits"]["train"]["segments"]
-    assert {s["repeats"] for s in segments} == {1, 2}
-    ids = whole(stream)
-    assert ids[0] == stream.eos_id
-    for length in (1, 2, 9, 500):
-        starts = np.arange(stream.tokens + 2 - length)
-        expected = np.lib.stride_tricks.sliding_window_view(ids, length)
-        np.testing.assert_array_equal(stream.windows(starts, length), expected)
-        for start in starts:
-            np.testing.assert_array_equal(stream.window(int(start), length), expected[start])
-    assert stream.window(stream.tokens - 1, 5).tolist() == ids[-2:].tolist()
-    assert stream.window(stream.tokens + 3, 5).tolist() == []
+def test_windows_equal_the_stream_over_shard_borders_too(corpus, one_shard):
+    assert len(corpus.manifest["splits"]["train"]["shards"]) > 3
+    assert len(one_shard.manifest["splits"]["train"]["shards"]) == 1
+    ids = whole(one_shard.train)
+    assert ids[0] == one_shard.train.eos_id
+    for stream in (corpus.train, one_shard.train):
+        for length in (1, 2, 9, 300):
+            starts = np.arange(stream.tokens + 2 - length)
+            expected = np.lib.stride_tricks.sliding_window_view(ids, length)
+            np.testing.assert_array_equal(stream.windows(starts, length), expected)
+            for start in starts:
+                np.testing.assert_array_equal(stream.window(int(start), length), expected[start])
+        assert stream.window(stream.tokens - 1, 5).tolist() == ids[-2:].tolist()
+        assert stream.window(stream.tokens + 3, 5).tolist() == []
+    assert take(one_shard, 10) == take(corpus, 10)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

@@ -28,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 IGNORED = -100
 ROUNDS = 6
 ORDER_BLOCK = 4096
-"""Samples whose windows are computed at once; bounds the memory and amortises the calls."""
+"""Samples whose windows are computed at once; amortises the calls."""
 
 
 class Loader:
@@ -67,41 +67,35 @@ class Loader:
         self._local = data.global_batch_size // batch_world
         self._offset = batch_rank * self._local
         self._device = torch.device(device)
-        self._block = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self._starts = np.empty(0, dtype=np.int64)
+        self._starts_of = 0
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step and advance by one step."""
-        first = self.samples_consumed + self._offset
-        starts = self._windows(first, self._local) * self._seq_len
+        starts = self._window_starts(self.samples_consumed + self._offset, self._local)
         self.samples_consumed += self.global_batch_size
-        batch = _batch(self._stream, starts, self._seq_len, self._document_mask)
+        windows = self._stream.windows(starts, self._seq_len + 1)
+        batch = _batch(self._stream, windows, starts, self._document_mask)
         batch = _to_device(batch, self._device)
-        size = self.micro_batch_size
-        return [
-            {name: tensor[at : at + size] for name, tensor in batch.items()}
-            for at in range(0, self._local, size)
-        ]
+        if self.micro_batch_size == self._local:
+            return [batch]
+        split = {name: tensor.split(self.micro_batch_size) for name, tensor in batch.items()}
+        return [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batches without end, advancing by a step before its first one."""
         while True:
             yield from self.next_step()
 
-    def _windows(self, first: int, count: int) -> np.ndarray:
-        """Window of each of `count` samples from global sample `first`."""
-        found = []
-        while count:
-            block, at = divmod(first, ORDER_BLOCK)
-            if block != self._block:
-                samples = np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK)
-                epochs, indices = np.divmod(samples, self.windows_per_epoch)
-                self._order = permute(indices, epochs, self.windows_per_epoch, self._seed)
-                self._block = block
-            found.append(self._order[at : at + count])
-            first += len(found[-1])
-            count -= len(found[-1])
-        return np.concatenate(found)
+    def _window_starts(self, first: int, count: int) -> np.ndarray:
+        """Where the windows of `count` samples from global sample `first` begin, int64[count]."""
+        at = first - self._starts_of
+        if not 0 <= at <= len(self._starts) - count:
+            samples = np.arange(first, first + max(count, ORDER_BLOCK))
+            epochs, indices = np.divmod(samples, self.windows_per_epoch)
+            order = permute(indices, epochs, self.windows_per_epoch, self._seed)
+            self._starts, self._starts_of, at = order * self._seq_len, first, 0
+        return self._starts[at : at + count]
 
 
 def validation_batches(
@@ -115,16 +109,25 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's share of the validation split: every token is a label on one rank, once.
 
-    All ranks get the same number of batches of the same shape, the last ones padded with labels
-    -100, so that collectives inside the model match.
+    All ranks get the same number of batches of the same shape, the last ones padded with eos as
+    input, -100 as label and -1 as document, so that collectives inside the model match.
     """
     stream, length = corpus.val, data.seq_len
-    windows = -(-stream.tokens // length)
-    rounds = -(-windows // (batch_world * micro_batch_size))
+    positions = np.arange(length)
+    total = -(-stream.tokens // length)
+    rounds = -(-total // (batch_world * micro_batch_size))
     for number in range(rounds):
         first = (number * batch_world + batch_rank) * micro_batch_size
         starts = np.arange(first, first + micro_batch_size) * length
-        batch = _batch(stream, starts, length, data.document_mask)
+        windows = np.full((micro_batch_size, length + 1), stream.eos_id)
+        for row, start in enumerate(starts.tolist()):
+            found = stream.window(start, length + 1)
+            windows[row, : len(found)] = found
+        batch = _batch(stream, windows, starts, data.document_mask)
+        padding = torch.from_numpy(starts[:, None] + positions >= stream.tokens)
+        batch["labels"][padding] = IGNORED
+        if data.document_mask:
+            batch["doc_ids"][padding] = -1
         yield _to_device(batch, torch.device(device))
 
 
@@ -164,49 +167,27 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _batch(stream: TokenStream, starts: np.ndarray, length: int, document_mask: bool) -> Batch:
-    """Cut windows out of a stream; what lies behind its end is padded with eos and IGNORED."""
-    full = int(np.count_nonzero(starts + length <= stream.tokens))
-    if full == len(starts):
-        windows = stream.windows(starts, length + 1)
-        inputs, labels = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
-    else:
-        inputs = np.full((len(starts), length), stream.eos_id, dtype=np.int64)
-        labels = np.full((len(starts), length), IGNORED, dtype=np.int64)
-        for row, start in enumerate(starts):
-            window = stream.window(int(start), length + 1)
-            found = max(0, len(window) - 1)
-            inputs[row, :found] = window[:found]
-            labels[row, :found] = window[1:]
+def _batch(
+    stream: TokenStream, windows: np.ndarray, starts: np.ndarray, document_mask: bool
+) -> Batch:
+    """Make a batch of windows that begin at `starts`. Shapes: [B, S+1], [B] -> int64[B, S] each.
+
+    A document begins with the eos before it, which predicts its first token, so that it never sees
+    another one. Positions count from there or from the window's begin.
+    """
+    inputs, labels = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
     batch = {"input_ids": inputs, "labels": labels}
     if document_mask:
-        batch["doc_ids"], batch["position_ids"] = _documents(stream, starts, length)
+        begins = inputs == stream.eos_id
+        begins[:, 0] = True
+        stretches = np.flatnonzero(begins)
+        sizes = np.diff(stretches, append=begins.size)
+        row, column = np.divmod(stretches, inputs.shape[1])
+        document = np.searchsorted(stream.document_ends, starts[row] + column, side="right")
+        positions = np.arange(begins.size) - np.repeat(stretches, sizes)
+        batch["doc_ids"] = np.repeat(document, sizes).reshape(inputs.shape)
+        batch["position_ids"] = positions.reshape(inputs.shape)
     return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
-def _documents(
-    stream: TokenStream, starts: np.ndarray, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Document of each input position, and its distance from where the document enters the window.
-
-    The eos before a document is its first input (it predicts the first token), so a document never
-    sees another one. Padding has document -1.
-    """
-    ends = stream.document_ends
-    first = np.searchsorted(ends, starts, side="right")
-    stretches = np.searchsorted(ends, starts + length, side="left") - first + 1
-    row = np.repeat(np.arange(len(starts)), stretches)
-    offset = np.arange(len(row)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
-    document = first[row] + offset
-    begin = row * length  # in the flattened batch
-    inner = offset > 0
-    begin[inner] += ends[document[inner] - 1] - starts[row[inner]]
-    sizes = np.diff(begin, append=len(starts) * length)
-    doc_ids = np.repeat(document, sizes).reshape(len(starts), length)
-    positions = np.arange(len(starts) * length) - np.repeat(begin, sizes)
-    for late in np.flatnonzero(starts + length > stream.tokens):
-        doc_ids[late, max(0, stream.tokens - int(starts[late])) :] = -1
-    return doc_ids, positions.reshape(len(starts), length)
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,8 +1,8 @@
 """Find text on disk and read it as documents.
 
 What a document is: one record of a jsonl, jsonl.zst or parquet file; for plain text the whole file
-where an input comes as 100 files or more, else a piece of a file. Pieces are cut at blank lines
-(within a very long paragraph at a line or word end), about 256 to a file and each 1 to 16 thousand
+where an input has 100 files or more, else a piece of a file. Pieces are cut at blank lines (within
+a very long paragraph at a line or word end), about 256 to a file and each 1 to 16 thousand
 characters, so that one book yields a useful validation split; joined they give the file back.
 Plain text is UTF-8; a byte order mark is dropped, CR LF and CR become LF, all else stays.
 
@@ -12,12 +12,15 @@ number of workers.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
+import io
 import json
 import re
+import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +28,12 @@ from pathlib import Path
 from curry_train.data import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
-EXTRAS = {".jsonl.zst": "zstandard", ".parquet": "pyarrow"}
+NEED_PYARROW = (".jsonl.zst", ".parquet")
 MANY_TEXT_FILES = 100
 PIECES_PER_FILE = 256
 PIECE_CHARACTERS = (1024, 16384)
 RANGE_BYTES = 4 * 2**20
-MAX_PARTS = 128
+MAX_PARTS = 1024
 MIN_LIBRARY_BYTES = 5_000_000
 SKIPPED_IN_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 EMBEDDED = Path(__file__).resolve().parents[2] / "corpus" / "devils_dictionary.jsonl"
@@ -38,13 +41,13 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "corpus" / "devils_dictionary.j
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of an input."""
+    """One file of an input; `name` is relative to the input, the same on every machine."""
 
     path: Path
     name: str
-    """Relative to the input, with forward slashes; the same on every machine."""
     suffix: str
     bytes: int
+    modified_ns: int
     sha256: str
 
 
@@ -65,31 +68,27 @@ class Source:
         lines = "".join(f"{file.sha256}  {file.name}\n" for file in self.files)
         return hashlib.sha256(lines.encode("utf-8")).hexdigest()
 
-    @property
-    def bytes(self) -> int:
-        """Size of all files on disk."""
-        return sum(file.bytes for file in self.files)
-
 
 @dataclass(frozen=True)
 class FileRange:
-    """A stretch of one file that is read on its own: bytes, or row groups of a parquet file."""
+    """A stretch of one file: the lines that begin in it, or row groups of a parquet file."""
 
     path: Path
     suffix: str
     start: int
     stop: int
+    bytes: int
+    """Its share of the file's size."""
     piece: int = 0
     """Characters in one document of plain text; 0 takes the whole range as one."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """What one worker reads and writes in one go: ranges of one source."""
+    """What one worker reads in one go: ranges of one source."""
 
-    index: int
     source: int
-    ranges: tuple[FileRange, ...]
+    ranges: list[FileRange]
     bytes: int
 
 
@@ -99,28 +98,18 @@ def find_source(path: Path, *, weight: float = 1.0) -> Source:
     In a folder, hidden, empty and foreign files are passed over.
     Raises: DataError when there is nothing to read or a reader is not installed.
     """
-    path = Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; name a text file or a folder of them")
+    found = {path.name: path}
     if path.is_dir():
-        found = sorted(
-            (entry.relative_to(path).as_posix(), entry)
-            for entry in path.rglob("*")
-            if entry.is_file() and not any(p.startswith(".") for p in entry.relative_to(path).parts)
-        )
-        known = [(name, entry) for name, entry in found if _suffix(entry)]
-        if not known:
-            raise DataError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}")
-        known = [(name, entry) for name, entry in known if entry.stat().st_size]
-        if not known:
-            raise DataError(f"{path} holds empty files only; give it text")
-    else:
-        if not _suffix(path):
-            raise DataError(f"{path} has an unknown ending; known are {', '.join(SUFFIXES)}")
-        if path.stat().st_size == 0:
-            raise DataError(f"{path} is empty; give it text")
-        known = [(path.name, path)]
-    return _source(path.resolve().name, known, weight=weight)
+        found = {name: file for name, file in _files(path, "*") if not re.match(r"\.|.*/\.", name)}
+    found = {name: file for name, file in found.items() if _suffix(file)}
+    if not found:
+        raise DataError(f"{path}: no file that ends in {', '.join(SUFFIXES)}")
+    found = {name: file for name, file in found.items() if file.stat().st_size}
+    if not found:
+        raise DataError(f"{path} is empty; give it text")
+    return _source(path.resolve().name, found, weight=weight)
 
 
 def embedded() -> Source:
@@ -130,19 +119,17 @@ def embedded() -> Source:
             f"the embedded text is missing ({EMBEDDED.parent.name}/{EMBEDDED.name}); "
             "restore it or set data.input to a text of yours"
         )
-    return _source("embedded", [(EMBEDDED.name, EMBEDDED)])
+    return _source("embedded", {EMBEDDED.name: EMBEDDED})
 
 
 def python_stdlib() -> Source:
     """The running interpreter's own library: its .py files without tests and installed packages."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(
-        (entry.relative_to(root).as_posix(), entry)
-        for entry in root.rglob("*.py")
-        if not SKIPPED_IN_LIBRARY.intersection(entry.relative_to(root).parts)
-    )
-    found = [(name, entry) for name, entry in found if entry.stat().st_size]
-    size = sum(entry.stat().st_size for _, entry in found)
+    found = {
+        name: entry
+        for name, entry in _files(Path(sysconfig.get_paths()["stdlib"]), "*.py")
+        if not SKIPPED_IN_LIBRARY.intersection(name.split("/")) and entry.stat().st_size
+    }
+    size = sum(entry.stat().st_size for entry in found.values())
     if size < MIN_LIBRARY_BYTES:
         raise DataError(
             f"this Python's library holds {size} bytes of source, data=python_stdlib needs "
@@ -151,25 +138,19 @@ def python_stdlib() -> Source:
     return _source("python_stdlib", found, suffix=".txt")
 
 
-def plan_parts(sources: Iterable[Source]) -> list[Part]:
+def plan_parts(sources: Sequence[Source]) -> list[Part]:
     """Divide the sources into parts of similar size, at most about MAX_PARTS of them."""
-    sources = list(sources)
-    texts = sum(file.suffix == ".txt" for source in sources for file in source.files)
-    target = max(RANGE_BYTES, sum(source.bytes for source in sources) // MAX_PARTS)
+    total = sum(file.bytes for source in sources for file in source.files)
+    target = max(RANGE_BYTES, total // MAX_PARTS)
     parts: list[Part] = []
     for number, source in enumerate(sources):
-        ranges: list[FileRange] = []
-        size = 0
-        for file in source.files:
-            extent = _parquet(file.path).num_row_groups if file.suffix == ".parquet" else file.bytes
-            for piece in _ranges(file, extent, whole=texts >= MANY_TEXT_FILES):
-                cost = file.bytes * (piece.stop - piece.start) // extent
-                if ranges and size + cost > target:
-                    parts.append(Part(len(parts), number, tuple(ranges), size))
-                    ranges, size = [], 0
-                ranges.append(piece)
-                size += cost
-        parts.append(Part(len(parts), number, tuple(ranges), size))
+        for piece in _ranges(source):
+            last = parts[-1] if parts else None
+            if last and last.source == number and last.bytes + piece.bytes <= target:
+                last.ranges.append(piece)
+                last.bytes += piece.bytes
+            else:
+                parts.append(Part(number, [piece], piece.bytes))
     return parts
 
 
@@ -178,14 +159,11 @@ def read_documents(part: Part, text_key: str) -> Iterator[str]:
 
     Raises: DataError naming the file and the offset, line or row of the first thing wrong.
     """
-    readers = {".jsonl": _read_jsonl, ".jsonl.zst": _read_zst, ".parquet": _read_parquet}
+    readers = {".txt": _read_text, ".parquet": _read_parquet}
     for piece in part.ranges:
         try:
-            if piece.suffix == ".txt":
-                documents = _read_text(piece)
-            else:
-                documents = readers[piece.suffix](piece, text_key)
-            yield from (text for text in documents if not text.isspace() and text)
+            documents = readers.get(piece.suffix, _read_jsonl)(piece, text_key)
+            yield from (text for text in documents if text and not text.isspace())
         except OSError as error:
             raise DataError(f"{piece.path} cannot be read: {error.strerror or error}") from None
 
@@ -208,76 +186,84 @@ def cut_text(text: str, size: int) -> Iterator[str]:
         yield piece
 
 
-def _suffix(path: Path) -> str | None:
-    return next((s for s in reversed(SUFFIXES) if path.name.lower().endswith(s)), None)
+def _files(folder: Path, pattern: str) -> list[tuple[str, Path]]:
+    files = (entry for entry in folder.rglob(pattern) if entry.is_file())
+    return sorted((entry.relative_to(folder).as_posix(), entry) for entry in files)
+
+
+def _suffix(path: Path) -> str:
+    return next((s for s in SUFFIXES if path.name.lower().endswith(s)), "")
 
 
 def _source(
-    name: str, found: list[tuple[str, Path]], *, weight: float = 1.0, suffix: str | None = None
+    name: str, found: dict[str, Path], *, weight: float = 1.0, suffix: str | None = None
 ) -> Source:
-    for ending, module in EXTRAS.items():
-        first = next((path for _, path in found if _suffix(path) == ending), None)
-        if suffix is None and first and importlib.util.find_spec(module) is None:
-            raise DataError(f"{first} needs {module}; install it with: pip install {module}")
+    suffixes = [suffix or _suffix(path) for path in found.values()]
     with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(_sha256, (path for _, path in found)))
-    files = tuple(
-        SourceFile(path, relative, suffix or str(_suffix(path)), path.stat().st_size, sha256)
-        for (relative, path), sha256 in zip(found, hashes, strict=True)
-    )
+        files = tuple(pool.map(_source_file, found, found.values(), suffixes))
     return Source(name, files, weight)
 
 
-def _sha256(path: Path) -> str:
+def _source_file(name: str, path: Path, suffix: str) -> SourceFile:
+    if suffix in NEED_PYARROW and importlib.util.find_spec("pyarrow") is None:
+        raise DataError(f"{path} needs pyarrow; install it with: pip install pyarrow")
+    about = path.stat()
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    return SourceFile(path, name, suffix, about.st_size, about.st_mtime_ns, sha256)
 
 
-def _ranges(file: SourceFile, extent: int, *, whole: bool) -> Iterator[FileRange]:
-    """Divide a file where its format allows it: at line ends, blank lines or row groups."""
-    if file.suffix == ".parquet":
-        for group in range(extent):
-            yield FileRange(file.path, file.suffix, group, group + 1)
-        return
-    if file.suffix == ".jsonl.zst" or (file.suffix == ".txt" and whole):
-        yield FileRange(file.path, file.suffix, 0, file.bytes)
-        return
-    boundary = re.compile(rb"\n" if file.suffix == ".jsonl" else rb"\n\r?\n")
-    low, high = PIECE_CHARACTERS
-    characters = min(high, max(low, file.bytes // PIECES_PER_FILE))
-    start = 0
-    with file.path.open("rb") as handle:
-        while start < file.bytes:
-            stop = _after(boundary, handle, start + RANGE_BYTES, file.bytes)
-            yield FileRange(file.path, file.suffix, start, stop, characters)
-            start = stop
+def _ranges(source: Source) -> Iterator[FileRange]:
+    """Divide the files where their format allows it: at line ends or row groups."""
+    whole = sum(file.suffix == ".txt" for file in source.files) >= MANY_TEXT_FILES
+    for file in source.files:
+        low, high = PIECE_CHARACTERS
+        piece = min(high, max(low, file.bytes // PIECES_PER_FILE))
+        if file.suffix == ".parquet":
+            groups = _parquet(file.path).num_row_groups
+            for group in range(groups):
+                yield FileRange(file.path, file.suffix, group, group + 1, file.bytes // groups)
+        elif file.suffix == ".jsonl.zst" or (file.suffix == ".txt" and whole):
+            yield FileRange(file.path, file.suffix, 0, sys.maxsize, file.bytes)
+        else:
+            for start in range(0, file.bytes, RANGE_BYTES):
+                size = min(RANGE_BYTES, file.bytes - start)
+                yield FileRange(file.path, file.suffix, start, start + size, size, piece)
 
 
-def _after(boundary: re.Pattern[bytes], handle, offset: int, size: int) -> int:
-    """Offset just behind the first boundary at or after `offset`, or the end of the file."""
-    tail = b""
-    while offset < size:
-        handle.seek(offset)
-        block = tail + (handle.read(2**16) or b"\n\n")
-        if match := boundary.search(block):
-            return min(size, offset - len(tail) + match.end())
-        offset += len(block) - len(tail)
-        tail = block[-2:]
-    return size
+def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that begins in the range with its offset in the (decompressed) file."""
+    if piece.suffix == ".jsonl.zst":
+        import pyarrow
+
+        stream = pyarrow.input_stream(piece.path, compression="zstd")
+        file = io.BufferedReader(stream, 2**20)  # type: ignore[arg-type]
+    else:
+        file = piece.path.open("rb")
+    with file:
+        offset = 0
+        if piece.start:  # a line that begins before the range belongs to the one before
+            file.seek(piece.start - 1)
+            offset = piece.start - 1 + len(file.readline())
+        while offset < piece.stop and (line := file.readline()):
+            yield offset, line
+            offset += len(line)
 
 
-def _read_text(piece: FileRange) -> Iterator[str]:
-    with piece.path.open("rb") as handle:
-        handle.seek(piece.start)
-        text = _decode(handle.read(piece.stop - piece.start), piece.path, piece.start)
+def _read_text(piece: FileRange, _: str) -> Iterator[str]:
+    lines = list(_lines(piece))
+    try:
+        text = _decode(b"".join(line for _, line in lines), lines[0][0] if lines else 0)
+    except ValueError as error:
+        raise DataError(f"{piece.path} {error}; give text, saved as UTF-8") from None
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return cut_text(text, piece.piece) if piece.piece else iter([text])
 
 
-def _decode(data: bytes, where: object, offset: int) -> str:
+def _decode(data: bytes, offset: int) -> str:
     """Decode UTF-8 without a leading byte order mark; what is no text is named by its offset."""
     at = data.find(b"\0")
     text = ""
@@ -286,102 +272,34 @@ def _decode(data: bytes, where: object, offset: int) -> str:
     except UnicodeDecodeError as error:
         at = error.start if at < 0 else min(at, error.start)
     if at >= 0:
-        raise DataError(
-            f"{where} is not UTF-8 text: byte 0x{data[at]:02x} at offset {offset + at}; "
-            "give text, saved as UTF-8"
-        )
+        raise ValueError(f"is not UTF-8 text: byte 0x{data[at]:02x} at offset {offset + at}")
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A line of a range, for messages; lines before the range are counted only when printed."""
-
-    path: Path
-    start: int
-    number: int
-
-    def __str__(self) -> str:
-        before = 0
-        with self.path.open("rb") as handle:
-            while block := handle.read(min(2**20, self.start - handle.tell())):
-                before += block.count(b"\n")
-        return f"{self.path}:{before + self.number}"
-
-
 def _read_jsonl(piece: FileRange, text_key: str) -> Iterator[str]:
-    with piece.path.open("rb") as handle:
-        handle.seek(piece.start)
-        offset = piece.start
-        number = 0
-        while offset < piece.stop and (data := handle.readline()):
-            number += 1
-            yield _record(data, _Line(piece.path, piece.start, number), offset, text_key)
-            offset += len(data)
+    for offset, line in _lines(piece):
+        try:
+            decoded = _decode(line, offset)
+            yield _record(decoded, text_key) if decoded.strip() else ""
+        except ValueError as error:
+            before = dataclasses.replace(piece, start=0, stop=offset)
+            number = sum(1 for _ in _lines(before)) + 1
+            raise DataError(f"{piece.path}:{number} {error}") from None
 
 
-def _read_zst(piece: FileRange, text_key: str) -> Iterator[str]:
-    offset = number = 0
-    rest = b""
-    for block in _decompressed(piece.path):
-        lines = (rest + block).split(b"\n")
-        rest = lines.pop()
-        for data in lines:
-            number += 1
-            yield _record(data, _Line(piece.path, 0, number), offset, text_key)
-            offset += len(data) + 1
-    if rest:
-        yield _record(rest, _Line(piece.path, 0, number + 1), offset, text_key)
-
-
-def _decompressed(path: Path) -> Iterator[bytes]:
-    import zstandard
-
-    frame = None
-    with path.open("rb") as handle:
-        while data := handle.read(2**20):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise DataError(f"{path} is no intact zstd file: {error}") from None
-                data = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise DataError(f"{path} is no intact zstd file: it ends inside a frame; copy it again")
-
-
-def _record(data: bytes, where: _Line, offset: int, text_key: str) -> str:
-    """Text of one jsonl line; an empty line gives an empty text."""
-    decoded = _decode(data, where, offset)
-    if not decoded.strip():
-        return ""
+def _record(line: str, text_key: str) -> str:
+    """Return the text of one JSON object; a ValueError says what is wrong with the line."""
     try:
-        record = json.loads(decoded)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON: {error}") from None
+        raise ValueError(f"is no JSON: {error}") from None
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise DataError(
-            f"{where} {_lacks(record, text_key)}; every line needs a text under that key "
-            "(prepare: --text-key)"
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise DataError(f"{where} holds half a surrogate pair, \\u{code:04x}; repair it") from None
+        found = list(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"has no text under {text_key!r} (found: {found}); see prepare --text-key")
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"holds half a surrogate pair, {half[0]!a}; repair it")
     return text
-
-
-def _lacks(record: object, text_key: str) -> str:
-    if not isinstance(record, dict):
-        return f"is no JSON object, so it has no key {text_key!r}"
-    if text_key not in record:
-        keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        return f"has no key {text_key!r} (keys: {keys})"
-    return f"has no text under {text_key!r}, but {type(record[text_key]).__name__}"
 
 
 def _parquet(path: Path):
@@ -390,9 +308,8 @@ def _parquet(path: Path):
     try:
         return parquet.ParquetFile(path)
     except ArrowException as error:
-        raise DataError(
-            f"{path} is no intact parquet file: {' '.join(str(error).split())}"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} is no intact parquet file: {reason}") from None
 
 
 def _read_parquet(piece: FileRange, text_key: str) -> Iterator[str]:
@@ -400,13 +317,11 @@ def _read_parquet(piece: FileRange, text_key: str) -> Iterator[str]:
     names = file.schema_arrow.names
     if text_key not in names:
         raise DataError(
-            f"{piece.path} has no column {text_key!r} (columns: {', '.join(names)}); "
-            "choose one (prepare: --text-key)"
+            f"{piece.path} has no column {text_key!r} (found: {names}); see prepare --text-key"
         )
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-    for batch in file.iter_batches(
-        row_groups=list(range(piece.start, piece.stop)), columns=[text_key]
-    ):
+    groups = list(range(piece.start, piece.stop))
+    for batch in file.iter_batches(row_groups=groups, columns=[text_key]):
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
                 kind = type(text).__name__

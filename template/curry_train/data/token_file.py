@@ -1,20 +1,23 @@
 """A prepared corpus on disk: shards of token ids, where documents end, and a manifest.
 
-    shard-00000.bin        ids, little-endian uint16 or uint32, each document followed by eos
-    shard-00000.ends.bin   int64: for each document the number of ids up to and with its eos
-    tokenizer.json         what made the ids
-    manifest.json          the rest: dtype, hashes, sources, which stretches are train and val
+    train-00000.bin   ids, little-endian uint16 or uint32: one eos, then the documents, each with
+                      its eos; a long split goes on in train-00001.bin
+    train.ends.bin    int64: for each document the position of its eos
+    val-00000.bin ..  the same of the documents that are held out
+    tokenizer.json    what made the ids
+    manifest.json     the rest: dtype, size and sha256 of every file, sources, settings
 
-A split is a list of segments, stretches of shards; a segment may count several times (weights).
 The folder appears by one rename, complete. Files are mapped, not read.
 """
 
 from __future__ import annotations
 
+import array
+import bisect
 import hashlib
 import json
+import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,105 +29,108 @@ from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from curry_train.config import DataConfig
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the files change, or when the same text gives other ids: caches depend on it."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+SHARD_TOKENS = 2**31
 VERIFY_LIMIT = 512 * 2**20
 """Corpora up to this many bytes are hashed whenever they are opened; larger ones on request."""
 ENDS = np.dtype("<i8")
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of one shard that belongs to a split, `repeats` times in a row."""
+class SplitWriter:
+    """Writes the files of one split, document by document."""
 
-    shard: int
-    start: int
-    """First id."""
-    tokens: int
-    first_document: int
-    documents: int
-    bytes: int
-    """Of text, in UTF-8."""
-    repeats: int = 1
+    def __init__(self, folder: Path, split: str, *, dtype: np.dtype, eos_id: int) -> None:
+        self._folder = folder
+        self._split = split
+        self.dtype = dtype
+        self._shards: list[Path] = []
+        self._ends = array.array("q")
+        self._bytes = 0
+        self._open_shard()
+        self._file.write(np.array([eos_id], dtype=dtype).tobytes())
+
+    def _open_shard(self) -> None:
+        self._shards.append(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
+        self._file = self._shards[-1].open("wb")
+
+    def write(self, ids: np.ndarray, text_bytes: int) -> None:
+        """Append a document: its ids with the eos, and the size of its text."""
+        if self._file.tell() >= SHARD_TOKENS * self.dtype.itemsize:
+            self._close_shard()
+            self._open_shard()
+        self._file.write(ids.astype(self.dtype, copy=False).tobytes())
+        self._ends.append(len(ids) + (self._ends[-1] if self._ends else 0))
+        self._bytes += text_bytes
+
+    def _close_shard(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def finish(self) -> dict[str, Any]:
+        """Write what is left; return the split's entry in the manifest."""
+        self._close_shard()
+        ends = self._folder / f"{self._split}.ends.bin"
+        write_atomically(ends, np.array(self._ends, dtype=ENDS).tobytes())
+        return {
+            "tokens": self._ends[-1] if self._ends else 0,
+            "bytes": self._bytes,
+            "documents": len(self._ends),
+            "shards": [_describe(path) for path in self._shards],
+            "ends": _describe(ends),
+        }
 
 
 class TokenStream:
-    """All ids of a split behind one another, with one virtual eos in front.
+    """All ids of a split behind one another, one eos in front.
 
-    Position 0 is the virtual eos and position p the id p-1, so a window of S+1 positions from
-    k*S holds S inputs and their S labels, and over all k every id is a label exactly once.
+    Position 0 is that eos, so a window of S+1 positions from k*S holds S inputs and their S labels,
+    and over all k every id of the split is a label exactly once.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
+        entry = manifest["splits"][split]
         dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self.eos_id: int = manifest["tokenizer"]["eos_id"]
-        self.dtype = dtype
-        self._pieces: list[np.ndarray] = []
-        self._ends: list[tuple[np.ndarray, int]] = []
-        shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        segments = [Segment(**fields) for fields in manifest["splits"][split]["segments"]]
-        for segment in segments:
-            if segment.shard not in shards:
-                entry = manifest["shards"][segment.shard]
-                shards[segment.shard] = (
-                    np.memmap(folder / entry["file"], dtype=dtype, mode="r"),
-                    np.memmap(folder / entry["ends_file"], dtype=ENDS, mode="r"),
-                )
-            ids, ends = shards[segment.shard]
-            # Plain arrays over the same mapping: slicing a memmap object costs ten times as much.
-            ids = np.asarray(ids[segment.start : segment.start + segment.tokens])
-            ends = np.asarray(
-                ends[segment.first_document : segment.first_document + segment.documents]
-            )
-            self._pieces += [ids] * segment.repeats
-            self._ends += [(ends, segment.start)] * segment.repeats
-        self._starts = np.cumsum([0] + [len(piece) for piece in self._pieces])
-        self.tokens = int(self._starts[-1])
-        """Ids in the split, the eos of every document included."""
-        self.bytes = sum(segment.bytes * segment.repeats for segment in segments)
+        # Plain arrays over the same mapping: slicing a memmap object costs ten times as much.
+        self._shards = [
+            np.asarray(np.memmap(folder / shard["file"], dtype=dtype, mode="r"))
+            for shard in entry["shards"]
+        ]
+        self._starts = [0, *np.cumsum([len(shard) for shard in self._shards]).tolist()]
+        self._views: dict[int, np.ndarray] = {}
+        self.tokens: int = self._starts[-1] - 1
+        """Ids in the split, the eos of every document included, the one in front not."""
+        self.bytes: int = entry["bytes"]
         """UTF-8 bytes of the split's text."""
-        self.documents = sum(segment.documents * segment.repeats for segment in segments)
+        self.documents: int = entry["documents"]
+        self.document_ends = np.empty(0, dtype=ENDS)
+        """Position at which each document's eos stands, int64[documents], ascending."""
+        if self.documents:
+            self.document_ends = np.memmap(folder / entry["ends"]["file"], dtype=ENDS, mode="r")
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Return `length` positions from `start` as int64; fewer at the end of the stream."""
-        out = np.full(max(0, min(length, self.tokens + 1 - start)), self.eos_id, dtype=np.int64)
-        first = max(start - 1, 0)
-        filled = 1 if start == 0 and len(out) else 0
-        piece = int(np.searchsorted(self._starts, first, side="right")) - 1
-        while filled < len(out):
-            ids = self._pieces[piece][first - self._starts[piece] :][: len(out) - filled]
-            out[filled : filled + len(ids)] = ids
-            filled += len(ids)
-            first += len(ids)
-            piece += 1
-        return out
+        stop = min(start + length, self._starts[-1])
+        found = [np.empty(0, dtype=np.int64)]
+        shard = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            found.append(self._shards[shard][start - self._starts[shard] :][: stop - start])
+            start += len(found[-1])
+            shard += 1
+        return np.concatenate(found)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return full windows from each start, dtype of the files [len(starts), length]."""
-        out = np.empty((len(starts), length), dtype=self.dtype)
-        pieces = np.searchsorted(self._starts, starts - 1, side="right") - 1
-        inside = (starts > 0) & (starts - 1 + length <= self._starts[pieces + 1])
-        for piece in np.unique(pieces[inside]):
-            rows = np.flatnonzero(inside & (pieces == piece))
-            ids = self._pieces[piece]
-            view = np.lib.stride_tricks.as_strided(
-                ids, (len(ids) - length + 1, length), ids.strides * 2, writeable=False
-            )
-            out[rows] = view[starts[rows] - 1 - self._starts[piece]]
-        for row in np.flatnonzero(~inside):  # over a segment's end, or from the virtual eos
-            out[row] = self.window(int(starts[row]), length)
-        return out
-
-    @cached_property
-    def document_ends(self) -> np.ndarray:
-        """Position at which each document's eos stands, int64[documents], ascending."""
-        parts = [
-            ends - offset + start
-            for (ends, offset), start in zip(self._ends, self._starts, strict=False)
-        ]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        """Return full windows from each start, integers [len(starts), length]."""
+        if len(self._shards) > 1:
+            return np.stack([self.window(start, length) for start in starts.tolist()])
+        if length not in self._views:
+            ids = self._shards[0]
+            self._views[length] = np.lib.stride_tricks.sliding_window_view(ids, length)
+        return self._views[length][starts]
 
 
 @dataclass(frozen=True)
@@ -140,8 +146,7 @@ class Corpus:
     @property
     def hash(self) -> str:
         """Identify the two token streams and the tokenizer, wherever the corpus lies."""
-        shards = [[s["sha256"], s["ends_sha256"]] for s in self.manifest["shards"]]
-        deciding = [self.manifest["tokenizer"]["sha256"], shards, self.manifest["splits"]]
+        deciding = [self.manifest["tokenizer"]["sha256"], self.manifest["splits"]]
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 
@@ -175,7 +180,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({reason}); prepare the corpus again") from None
     if found != FORMAT:
         raise DataError(f"{path} has format {found!r}, this version reads {FORMAT}; prepare again")
-    needed = ("dtype", "tokenizer", "shards", "splits")
+    needed = ("dtype", "tokenizer", "splits")
     if missing := [key for key in needed if key not in manifest]:
         raise DataError(f"{path} lacks {', '.join(missing)}; prepare the corpus again")
     if manifest["dtype"] not in ("uint16", "uint32"):
@@ -192,14 +197,20 @@ def read_corpus(folder: Path, *, verify: bool | None = None) -> Corpus:
     folder = Path(folder)
     manifest = read_manifest(folder)
     try:
-        width = np.dtype(manifest["dtype"]).itemsize
-        total = sum(shard["tokens"] for shard in manifest["shards"]) * width
-        verify = total <= VERIFY_LIMIT if verify is None else verify
-        for shard in manifest["shards"]:
-            size = shard["tokens"] * width
-            _check_file(folder / shard["file"], size, shard["sha256"] if verify else None)
-            size = shard["documents"] * ENDS.itemsize
-            _check_file(folder / shard["ends_file"], size, shard["ends_sha256"] if verify else None)
+        splits = manifest["splits"].values()
+        files = [file for split in splits for file in (*split["shards"], split["ends"])]
+        if verify is None:
+            verify = sum(file["bytes"] for file in files) <= VERIFY_LIMIT
+        for file in files:
+            path = folder / file["file"]
+            if not path.is_file():
+                raise DataError(f"{path} is missing; prepare the corpus again")
+            if (size := path.stat().st_size) != file["bytes"]:
+                raise DataError(
+                    f"{path} has {size} bytes, not {file['bytes']}; prepare the corpus again"
+                )
+            if verify and _describe(path) != file:
+                raise DataError(f"{path} was changed: its sha256 differs; prepare the corpus again")
         tokenizer = load_tokenizer(folder / TOKENIZER)
         if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
             raise DataError(
@@ -208,7 +219,7 @@ def read_corpus(folder: Path, *, verify: bool | None = None) -> Corpus:
                 "restore it or prepare the corpus again"
             )
         train, val = (TokenStream(folder, manifest, split) for split in ("train", "val"))
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__} {error}"
         raise DataError(f"{folder / MANIFEST} is damaged ({reason}); prepare again") from None
     return Corpus(folder, manifest, tokenizer, train, val)
@@ -217,21 +228,18 @@ def read_corpus(folder: Path, *, verify: bool | None = None) -> Corpus:
 def check_tokenizer(corpus: Corpus, data: DataConfig) -> None:
     """Refuse a corpus that was made with another tokenizer than `data` names. Raises: DataError."""
     made = corpus.manifest["tokenizer"]
-    if data.tokenizer == "auto":
-        return
-    if data.tokenizer == "byte":
-        fits = made["kind"] == "byte"
-    elif data.tokenizer == "bpe":
-        fits = made["kind"] == "bpe" and made["asked_vocab_size"] == data.bpe_vocab_size
+    if data.tokenizer in ("byte", "bpe"):
+        fits = made["kind"] == data.tokenizer
+        fits &= data.tokenizer == "byte" or made["vocab_size"] == data.bpe_vocab_size
     else:
-        fits = load_tokenizer(Path(data.tokenizer)).sha256 == made["sha256"]
+        fits = data.tokenizer == "auto" or (
+            load_tokenizer(Path(data.tokenizer)).sha256 == made["sha256"]
+        )
     if not fits:
-        asked = f" with data.bpe_vocab_size={data.bpe_vocab_size}" * (data.tokenizer == "bpe")
-        right = "byte" if made["kind"] == "byte" else corpus.folder / TOKENIZER
         raise DataError(
             f"{corpus.folder} was made with a {made['kind']} tokenizer of {made['vocab_size']} ids "
-            f"(sha256 {made['sha256'][:12]}), not data.tokenizer={data.tokenizer}{asked}; "
-            f"set data.tokenizer={right}"
+            f"(sha256 {made['sha256'][:12]}), not data.tokenizer={data.tokenizer}; "
+            "set data.tokenizer=auto"
         )
 
 
@@ -245,18 +253,18 @@ def check_windows(stream: TokenStream, seq_len: int, split: str) -> None:
         )
 
 
-def _check_file(path: Path, size: int, sha256: str | None) -> None:
-    try:
-        found = path.stat().st_size
-        if found != size:
-            raise DataError(f"{path} has {found} bytes, not {size}; prepare the corpus again")
-        if sha256 is not None and file_sha256(path) != sha256:
-            raise DataError(f"{path} was changed: its sha256 differs; prepare the corpus again")
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing; prepare the corpus again") from None
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
-def file_sha256(path: Path) -> str:
-    """Hash a file without reading it whole."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _describe(path: Path) -> dict[str, Any]:
+    """Say what the manifest remembers of a file."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256}

@@ -12,7 +12,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from curry_train.data import DataError
 
@@ -20,31 +22,6 @@ BYTE_VOCAB_SIZE = 257
 END_OF_TEXT = "<|endoftext|>"
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 """Where tokenizer_config.json names no eos_token, the first of these that the vocabulary holds."""
-MIN_BPE_VOCAB_SIZE = BYTE_VOCAB_SIZE
-
-
-class Tokenizer(Protocol):
-    """What the data code, generation and checkpoints use of a tokenizer."""
-
-    vocab_size: int
-    eos_id: int
-    sha256: str
-
-    def encode(self, text: str) -> list[int]:
-        """Turn text into ids, without any end-of-document id."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Encode many texts at once."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Turn any integers into text; ids that mean no text vanish, broken UTF-8 is replaced."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON; load_tokenizer reads it back."""
-        ...
 
 
 class ByteTokenizer:
@@ -63,9 +40,9 @@ class ByteTokenizer:
         """Turn text into its UTF-8 bytes; a lone surrogate, which has none, becomes `?`."""
         return list(text.encode("utf-8", errors="replace"))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Encode many texts at once; bytes are sequences of integers already."""
-        return [text.encode("utf-8", errors="replace") for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode many texts at once, each to uint8."""
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Turn any integers into text; those outside 0..255 vanish, broken UTF-8 is replaced."""
@@ -101,11 +78,11 @@ class LibraryTokenizer:
         """Turn text into ids, without special tokens."""
         return self._library.encode(_encodable(text), add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Encode many texts at once, in parallel where the library may."""
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode many texts at once to int64, in parallel where the library may."""
         texts = [_encodable(text) for text in texts]
         encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Turn any integers into text; special and unknown ids vanish."""
@@ -118,6 +95,9 @@ class LibraryTokenizer:
         path.write_text(self.text, encoding="utf-8", newline="")
         beside = path.with_name("tokenizer_config.json")
         beside.write_text(json.dumps({"eos_token": self.eos_token}), encoding="utf-8")
+
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -146,10 +126,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < MIN_BPE_VOCAB_SIZE:
+    if vocab_size < BYTE_VOCAB_SIZE:
         raise DataError(
-            f"data.bpe_vocab_size={vocab_size}: a byte-level BPE needs 256 bytes and one "
-            f"end-of-document token; set it to {MIN_BPE_VOCAB_SIZE} or more"
+            f"bpe_vocab_size={vocab_size}: a byte-level BPE needs 256 bytes and one "
+            f"end-of-document token; set it to {BYTE_VOCAB_SIZE} or more"
         )
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
