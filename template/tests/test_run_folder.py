@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -23,7 +28,6 @@ from curry_train.checkpoint import dcp
 from curry_train.config import Config, ConfigError, ParallelConfig, config_hash, to_dict
 from curry_train.parallel.mesh import Mesh, build_mesh
 from curry_train.testing import run_ranks
-from curry_train.tracking import lease as leases
 from curry_train.tracking import provenance
 from curry_train.tracking.journal import read_journal, read_lines, read_metrics
 from curry_train.tracking.lease import Lease, live_writer
@@ -132,7 +136,7 @@ def test_a_fresh_run_has_the_promised_folder_and_files(tmp_path):
     assert {key: event[key] for key in wanted} == wanted
     assert len(event["hosts"]) == 1 and re.fullmatch("[0-9a-f]{64}", event["packages_hash"])
     run.finish("done")
-    assert not (run.dir / "lease.json").exists()
+    assert live_writer(run.dir) is None
 
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path):
@@ -272,63 +276,80 @@ def test_a_second_writer_is_refused_while_the_first_lives(tmp_path):
     run = start(config)
     save(run, config, 1)
     with pytest.raises(ConfigError, match=f"being written by process {os.getpid()}"):
-        Lease.acquire(run.dir)
+        Lease(run.dir)
     again = setup(tmp_path, run__resume=str(run.dir))
     assert "being written by process" in refusal(start, again)
     assert "being written by process" in refusal(start, setup(tmp_path, run__resume="auto"))
     assert run_status(run.dir) == "running"
+    assert live_writer(run.dir) == f"process {os.getpid()} on host {socket.gethostname()}"
     run.finish("preempted")
     assert start(again).attempt == 2
 
 
-def test_the_lease_of_a_dead_or_reborn_pid_is_taken_over(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    here = json.loads(json.dumps({"host": leases.socket.gethostname()}))
-    started = leases.process_start(child.pid)
-    assert started is not None
-    path = tmp_path / "lease.json"
-    path.write_text(json.dumps({**here, "pid": child.pid, "started": started}))
-    assert live_writer(tmp_path) == f"process {child.pid} on this host"
-    path.write_text(json.dumps({**here, "pid": child.pid, "started": "another birth"}))
+HOLDER = """
+    import sys
+    from pathlib import Path
+    from curry_train.tracking.lease import Lease
+    lease = Lease(Path(sys.argv[1]))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_lease_ends_with_its_process_however_it_dies(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(TEMPLATE)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen(command, env=environment, **pipes)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    assert live_writer(tmp_path) == f"process {holder.pid} on host {socket.gethostname()}"
+    assert f"process {holder.pid}" in refusal(Lease, tmp_path)
+    holder.send_signal(signal.SIGSTOP)
+    assert f"process {holder.pid}" in refusal(Lease, tmp_path), "stopped is not dead"
+    holder.kill()
+    holder.wait()
     assert live_writer(tmp_path) is None
-    path.write_text(json.dumps({**here, "pid": child.pid, "started": started}))
-    child.kill()
-    deadline = time.monotonic() + 10
-    while live_writer(tmp_path) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)  # killed and not yet reaped: a zombie counts as dead
+    lease = Lease(tmp_path)
+    assert live_writer(tmp_path) == f"process {os.getpid()} on host {socket.gethostname()}"
+    lease.release()
     assert live_writer(tmp_path) is None
-    child.wait()
-    Lease.acquire(tmp_path).release()
-    assert not path.exists()
 
 
-def test_a_writer_on_another_host_counts_by_its_last_sign_of_life(tmp_path):
-    path = tmp_path / "lease.json"
-    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
-    assert "process 1 on host elsewhere" in refusal(Lease.acquire, tmp_path)
-    old = time.time() - leases.STALE_SECONDS - 5
-    os.utime(path, (old, old))
-    lease = Lease.acquire(tmp_path)
-    path.write_text("taken over by another")
-    lease.release()
-    assert path.read_text() == "taken over by another"
+def test_looking_for_a_writer_takes_the_lease_from_nobody(tmp_path):
+    Lease(tmp_path).release()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            live_writer(tmp_path)
+            time.sleep(0.001)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        for _ in range(20):
+            Lease(tmp_path).release()
+    finally:
+        stop.set()
+        looker.join()
 
 
-def test_the_lease_shows_life_while_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.05)
-    lease = Lease.acquire(tmp_path)
-    os.utime(tmp_path / "lease.json", (1, 1))
-    deadline = time.monotonic() + 10
-    while (tmp_path / "lease.json").stat().st_mtime < 100 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert (tmp_path / "lease.json").stat().st_mtime > 100
-    lease.release()
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "host": 1, "started": 2}'])
-def test_a_damaged_lease_holds_nobody_up(tmp_path, content):
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
+def test_a_damaged_lease_holds_nobody_up_and_the_lock_still_counts(tmp_path, content):
     (tmp_path / "lease.json").write_text(content)
-    Lease.acquire(tmp_path).release()
+    lease = Lease(tmp_path)
+    (tmp_path / "lease.json").write_text(content)
+    assert "being written by another process" in refusal(Lease, tmp_path)
+    lease.release()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match=r"has no locks \(No locks available\)"):
+        Lease(tmp_path).release()
 
 
 RACE = """
@@ -339,7 +360,7 @@ RACE = """
     folder, begin = Path(sys.argv[1]), float(sys.argv[2])
     time.sleep(max(begin - time.time(), 0))
     try:
-        Lease.acquire(folder)
+        lease = Lease(folder)
         print("won", flush=True)
     except ConfigError:
         print("lost", flush=True)
@@ -348,7 +369,7 @@ RACE = """
 
 
 def test_of_many_starters_exactly_one_takes_a_stale_lease(tmp_path):
-    stale = {"host": leases.socket.gethostname(), "pid": 2**22 + 1, "started": "1"}
+    stale = {"host": socket.gethostname(), "pid": os.getpid()}
     (tmp_path / "lease.json").write_text(json.dumps(stale))
     command = [sys.executable, "-c", textwrap.dedent(RACE), str(tmp_path), str(time.time() + 2)]
     environment = {**os.environ, "PYTHONPATH": str(TEMPLATE)}
@@ -439,7 +460,7 @@ def test_auto_takes_the_newest_folder_that_fits(tmp_path):
     (tmp_path / "runs" / "quickstart-20990101T000000Z-abcdef").mkdir()
     found = find_resume(config, DATA)
     assert found.folder == newer and found.checkpoint == newer / "checkpoints" / "step-00000006"
-    assert found.attempt == 2 and "(attempt 2)" in found.message
+    assert found.message == f"continuing {newer.name} from step-00000006"
     (newer / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     assert find_resume(config, DATA).folder == older
 
@@ -524,10 +545,10 @@ def test_model_sequence_length_and_data_never_change_and_all_misfits_are_told(tm
         tmp_path, run__resume=str(path), data__seq_len=64, model__hidden_size=64, model__head_dim=8
     )
     message = refusal(find_resume, changed, "e" * 64)
-    assert "data.seq_len: the checkpoint has seq_len 128, this run has 64" in message
-    assert "model.hidden_size=64, but the checkpoint has 128" in message
-    assert "model.head_dim=8, but the checkpoint has 32" in message
-    assert "data_hash dddddddddddd, this run has eeeeeeeeeeee" in message
+    assert "the checkpoint has data.seq_len=128, this run has 64" in message
+    assert "the checkpoint has model.hidden_size=128, this run has 64" in message
+    assert "the checkpoint has model.head_dim=32, this run has 8" in message
+    assert f"the checkpoint has data_hash={DATA}, this run has {'e' * 64}" in message
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
@@ -664,7 +685,7 @@ def test_a_failing_tracker_is_dropped_and_the_files_stay_whole(tmp_path, monkeyp
         run.log(2, {"loss": 1.0})
         run.finish("done")
     assert len(read_lines(run.dir / "metrics.jsonl")) == 2
-    assert events(run, "end")[0]["tracker_dropped"] == 4
+    assert events(run, "end")[0]["tracker_dropped"] == 3
 
 
 # Several ranks.

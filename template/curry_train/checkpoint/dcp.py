@@ -78,11 +78,11 @@ def save(
     shard once; a plain tensor is a replica, written by one rank, and every rank that names it
     must hold the same bits. Ranks may hold different names (pipeline stages). Tensors named
     `.experts.` must have num_experts of meta["model"] as shape[0].
-    rank_tensors: this rank's own, such as random states. files: rank 0's small files. meta: goes
-    into the manifest. keep: newest complete checkpoints that stay, this one included; 0: all.
+    rank_tensors: this rank's own, such as random states. meta: goes into the manifest.
+    keep: newest complete checkpoints that stay, this one included; 0 keeps all.
 
-    Group: world; two rounds through rank 0.
-    Raises: CheckpointError on every rank; the checkpoints that were there stay valid.
+    Group: world; two rounds through rank 0. Raises: CheckpointError on every rank; older checkpoints
+    stay valid.
     """
     final = Path(root) / folder_name(step)
     listed = [{"name": name, "bytes": 0, "sha256": "0" * 64} for name in files]

@@ -17,25 +17,13 @@ from typing import Any
 
 VERSION = 1
 EVENTS = (
-    "start",
-    "eval",
-    "ckpt_begin",
-    "ckpt_commit",
-    "signal",
-    "stop_requested",
-    "resume",
-    "rollback",
-    "anomaly",
-    "config_change",
-    "check",
-    "note",
-    "end",
+    *("start", "eval", "ckpt_begin", "ckpt_commit", "signal", "stop_requested", "resume"),
+    *("rollback", "anomaly", "config_change", "check", "note", "end"),
 )
 END_STATUS = ("done", "preempted", "aborted", "crashed")
 
 _COMMON = ("v", "seq", "ts", "mono", "run", "attempt", "ev")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_BLOCK = 1 << 16
 
 
 class JsonLines:
@@ -44,7 +32,11 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self.torn_tail = self._cut_torn_tail()
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        self.torn_tail = len(content) - whole
+        if self.torn_tail:
+            os.ftruncate(self._descriptor, whole)
 
     def append(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
         """Write one line by one write, and with sync flush it to disk.
@@ -65,19 +57,6 @@ class JsonLines:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-    def _cut_torn_tail(self) -> int:
-        size = end = os.fstat(self._descriptor).st_size
-        while end > 0:
-            start = max(end - _BLOCK, 0)
-            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(self._descriptor, end)
-        return size - end
 
 
 class Journal:
@@ -171,7 +150,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         step, attempt = record.get("step"), record.get("attempt")
         if type(step) is not int or type(attempt) is not int:
             continue
-        row = {key: _number(value) for key, value in record.items()}
+        row = {key: number(value) for key, value in record.items()}
         known = rows.get(step)
         if known is None or attempt > known["attempt"]:
             rows[step] = row
@@ -180,5 +159,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
+    """Turn the strings for non-finite numbers into floats again; everything else stays."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value

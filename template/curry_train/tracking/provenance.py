@@ -1,17 +1,17 @@
-"""Where a run came from: the state of the code, the packages, the machine. Imports no torch."""
+"""Where a run came from: the state of the code and the packages. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 DIFF_LIMIT = 1_000_000
 """Bytes of code.diff; what is longer is cut, with a last line that says so."""
-UNTRACKED_LIMIT = 50
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false")
 _TIMEOUT = 20.0
 
@@ -29,17 +29,15 @@ def git_state(project: Path) -> dict[str, Any]:
     return {
         "git_sha": sha.strip() if sha else None,
         "git_dirty": bool(status.strip()),
-        "git_untracked": untracked[:UNTRACKED_LIMIT],
+        "git_untracked": untracked[:50],
     }
 
 
 def code_diff(project: Path) -> str | None:
     """Return what differs from the last commit in the project's folder; None outside git."""
-    if _git(project, "rev-parse", "--git-dir") is None:
-        return None
     base = "HEAD" if _git(project, "rev-parse", "--verify", "HEAD") else "--cached"
     options = ("--no-color", "--no-ext-diff", "--no-textconv", "--relative")
-    diff = _git(project, "diff", *options, base, "--", ".", limit=DIFF_LIMIT + 1)
+    diff = _git(project, "diff", *options, base, "--", ".")
     if diff is not None and len(diff) > DIFF_LIMIT:
         return diff[:DIFF_LIMIT] + f"\n# cut after {DIFF_LIMIT} characters\n"
     return diff
@@ -47,37 +45,28 @@ def code_diff(project: Path) -> str | None:
 
 def packages() -> str:
     """List interpreter, platform and every installed package with its version, one a line."""
-    installed = set()
-    for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            installed.add(f"{name}=={distribution.version}")
+    named = {(one.metadata["Name"], one.version) for one in metadata.distributions()}
+    installed = sorted((f"{name}=={version}" for name, version in named if name), key=str.lower)
     head = [f"# python {platform.python_version()}", f"# platform {platform.platform()}"]
-    return "\n".join([*head, *sorted(installed, key=str.lower)]) + "\n"
+    return "\n".join([*head, *installed]) + "\n"
 
 
-def _git(project: Path, *arguments: str, limit: int = -1) -> str | None:
-    """Return git's answer, at most `limit` bytes of it; None when git is absent or fails."""
+def _git(project: Path, *arguments: str) -> str | None:
+    """Return git's answer, no more of it than a diff may have; None when git is absent or fails."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    try:
-        process = subprocess.Popen(
-            [*_GIT, "-C", str(project), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-    except OSError:
-        return None
-    with process:
-        assert process.stdout is not None
-        answer = process.stdout.read(limit)
-        cut = 0 <= limit <= len(answer)
-        if cut:
-            process.kill()
+    command = [*_GIT, "-C", str(project), *arguments]
+    with tempfile.TemporaryFile() as answer:
         try:
-            failed = process.wait(_TIMEOUT) != 0
-        except subprocess.TimeoutExpired:
-            process.kill()
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                timeout=_TIMEOUT,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
             return None
-    return None if failed and not cut else answer.decode(errors="replace")
+        answer.seek(0)
+        return answer.read(4 * DIFF_LIMIT).decode(errors="replace")

@@ -2,7 +2,7 @@
 
 `run.resume` is never, auto, a run folder or a checkpoint folder. A resumed run may change its
 global batch size and its mesh. Model, sequence length, tokenizer and data never change (refused).
-`auto` decides alone, so it asks for more: seed, precision and optimizer must be the same too.
+`auto` decides alone, so it asks for more: precision and optimizer must be the same too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from curry_train.checkpoint import MANIFEST, CheckpointError, latest, read_manifest
 from curry_train.config import Config, ConfigError, to_dict
-from curry_train.tracking.journal import last_attempt, read_journal
+from curry_train.tracking.journal import read_journal
 from curry_train.tracking.lease import live_writer
 
 FIXED_FOLDER = "CURRY_RUN_DIR"
@@ -34,18 +34,20 @@ class Resume:
 
     folder: Path | None = None
     checkpoint: Path | None = None
-    attempt: int = 1
     parent: str | None = None
     message: str = ""
 
 
 def resume_hash(config: Config, data_hash: str) -> str:
     """Hash what `run.resume=auto` asks to be the same. data_hash covers text and tokenizer."""
-    tree = to_dict(config)
-    same = {key: tree[key] for key in ("seed", "precision", "model", "optim")}
-    same |= {key: tree["data"][key] for key in ("seq_len", "document_mask")}
-    same["data_hash"] = data_hash
+    same = {**_decisive(to_dict(config)), "data_hash": data_hash}
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def _decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
+    data = tree.get("data") or {}
+    same = {key: tree.get(key) for key in ("seed", "precision", "model", "optim")}
+    return {**same, "data": {key: data.get(key) for key in ("seq_len", "document_mask")}}
 
 
 def run_status(folder: Path) -> str:
@@ -64,137 +66,93 @@ def run_status(folder: Path) -> str:
 def find_resume(config: Config, data_hash: str, *, env: Mapping[str, str] | None = None) -> Resume:
     """Decide where this run continues; reads only. data_hash: the hash of the opened corpus.
 
-    Raises: ConfigError when run.resume asks for what is not there, does not fit, or is alive.
+    Raises: ConfigError when run.resume asks for what is not there or does not fit.
     """
     env = os.environ if env is None else env
     fixed = Path(env[FIXED_FOLDER]) if env.get(FIXED_FOLDER) else None
-    wanted = config.run.resume
-    if wanted == "never":
-        if fixed is not None and (fixed / JOURNAL).exists():
-            raise ConfigError(
-                [
-                    f"{FIXED_FOLDER}={fixed} already holds a run; set run.resume=auto to continue "
-                    "it, or choose a new folder"
-                ]
-            )
-        return Resume(folder=fixed)
-    if wanted == "auto":
-        return _fixed(config, data_hash, fixed) if fixed else _newest(config, data_hash)
-    return _named(config, data_hash, Path(wanted), fixed)
-
-
-def _newest(config: Config, data_hash: str) -> Resume:
-    wanted, reasons = resume_hash(config, data_hash), []
-    for folder in _folders(config):
-        start = _last_start(folder)
-        status = run_status(folder)
-        checkpoint = latest(folder / CHECKPOINTS)
-        if start is None:
-            reasons.append(f"{folder.name} has no start in its journal")
-        elif start.get("resume_hash") != wanted:
-            reasons.append(f"{folder.name} {_what_differs(config, data_hash, folder, start)}")
-        elif status == "running":
-            raise ConfigError(
-                [
-                    f"run.resume=auto found {folder}, which is being written by "
-                    f"{live_writer(folder)}; wait for it, stop it, or set run.resume=never"
-                ]
-            )
-        elif status == "done":
-            reasons.append(f"{folder.name} is done")
-        elif checkpoint is None:
-            reasons.append(f"{folder.name} has no complete checkpoint")
-        else:
-            return _continue(folder, checkpoint)
-    why = reasons[0] if reasons else f"no folder of {config.run.name} in {config.run.dir}"
-    return Resume(message=f"run.resume=auto: starting fresh ({why})")
-
-
-def _fixed(config: Config, data_hash: str, folder: Path) -> Resume:
-    """Continue in the folder a launcher chose, even before its first checkpoint."""
-    start = _last_start(folder)
-    if start is None:
-        return Resume(folder=folder, message=f"run.resume=auto: starting fresh in {folder}")
-    problem = None
-    if start.get("resume_hash") != resume_hash(config, data_hash):
-        problem = _what_differs(config, data_hash, folder, start)
-    elif run_status(folder) == "done":
-        problem = "is done"
-    if problem is not None:
-        raise ConfigError(
-            [f"{FIXED_FOLDER}={folder} {problem}; choose a new folder, or set run.resume={folder}"]
-        )
-    return _continue(folder, latest(folder / CHECKPOINTS))
-
-
-def _named(config: Config, data_hash: str, path: Path, fixed: Path | None) -> Resume:
-    if (path / MANIFEST).exists():
-        _refuse_misfits(config, data_hash, path)
-        parts = path.resolve().parts
-        in_run = len(parts) > 2 and parts[-2] == CHECKPOINTS
-        parent = "/".join(parts[-3:]) if in_run else str(path)
-        if fixed is not None and (fixed / JOURNAL).exists():
-            raise ConfigError(
-                [f"{FIXED_FOLDER}={fixed} already holds a run; choose a new folder for run.resume"]
-            )
-        return Resume(fixed, path, parent=parent, message=f"new run from {parent}")
-    if not (path / JOURNAL).exists():
+    if config.run.resume == "auto":
+        return _auto(config, data_hash, fixed)
+    path, checkpoint = Path(config.run.resume), None
+    if config.run.resume != "never" and not (path / MANIFEST).exists():
+        return _folder(config, data_hash, path, fixed)
+    if fixed is not None and (fixed / JOURNAL).exists():
         raise ConfigError(
             [
-                f"run.resume={path} is neither a run folder nor a checkpoint; allowed: never, "
-                "auto, a folder with journal.jsonl, or a folder checkpoints/step-XXXXXXXX"
+                f"{FIXED_FOLDER}={fixed} already holds a run; set run.resume=auto to continue "
+                "it, or choose a new folder"
             ]
         )
-    if fixed is not None and fixed.resolve() != path.resolve():
-        raise ConfigError(
-            [f"run.resume={path} differs from {FIXED_FOLDER}={fixed}; set one of them only"]
-        )
-    checkpoint = latest(path / CHECKPOINTS)
-    if checkpoint is None:
-        raise ConfigError([f"run.resume={path} holds no complete checkpoint; start with never"])
-    writer = live_writer(path)
-    if writer is not None:
-        raise ConfigError([f"run.resume={path} is being written by {writer}; stop it first"])
+    if config.run.resume == "never":
+        return Resume(fixed)
+    checkpoint, parent = path, "/".join(path.resolve().parts[-3:])
     _refuse_misfits(config, data_hash, checkpoint)
-    return _continue(path, checkpoint)
+    return Resume(fixed, checkpoint, parent, f"new run from {parent}")
+
+
+def _auto(config: Config, data_hash: str, fixed: Path | None) -> Resume:
+    """Continue the newest folder that fits; a folder that a launcher fixed, or none at all."""
+    reasons = []
+    for folder in [fixed] if fixed else _folders(config):
+        checkpoint, reason = latest(folder / CHECKPOINTS), _misfit(config, data_hash, folder)
+        if reason is None and (checkpoint or fixed):
+            return _continue(folder, checkpoint)
+        reasons.append(f"{folder} {reason or 'has no complete checkpoint'}")
+    if fixed is not None and _starts(fixed):
+        raise ConfigError(
+            [f"{FIXED_FOLDER}={reasons[0]}; choose a new folder, or set run.resume={fixed}"]
+        )
+    why = reasons[0] if reasons else f"no folder of {config.run.name} in {config.run.dir}"
+    return Resume(fixed, message=f"run.resume=auto: starting fresh ({why})")
+
+
+def _folder(config: Config, data_hash: str, path: Path, fixed: Path | None) -> Resume:
+    checkpoint, problem = latest(path / CHECKPOINTS), None
+    if not (path / JOURNAL).exists():
+        problem = (
+            "is neither a run folder nor a checkpoint; allowed: never, auto, a folder with "
+            "journal.jsonl, or a folder checkpoints/step-XXXXXXXX"
+        )
+    elif fixed is not None and fixed.resolve() != path.resolve():
+        problem = f"differs from {FIXED_FOLDER}={fixed}; set one of them only"
+    if problem is None and checkpoint is not None:
+        _refuse_misfits(config, data_hash, checkpoint)
+        return _continue(path, checkpoint)
+    problem = problem or "holds no complete checkpoint; start with never"
+    raise ConfigError([f"run.resume={path} {problem}"])
 
 
 def _continue(folder: Path, checkpoint: Path | None) -> Resume:
-    events = read_journal(folder / JOURNAL)
-    attempt = last_attempt(events) + 1
-    parent = next((e.get("parent") for e in events if e["ev"] == "start"), None)
+    parent = next((start.get("parent") for start in _starts(folder)), None)
     where = checkpoint.name if checkpoint else "step 0: no complete checkpoint yet"
-    message = f"continuing {folder.name} from {where} (attempt {attempt})"
-    return Resume(folder, checkpoint, attempt, parent, message)
+    return Resume(folder, checkpoint, parent, f"continuing {folder.name} from {where}")
 
 
 def _folders(config: Config) -> Iterator[Path]:
     """Yield the folders of this run.name, newest stamp first; a stamp counts whole seconds."""
     pattern = re.compile(re.escape(config.run.name) + r"-(\d{8}T\d{6}Z)-[0-9a-f]{6}")
     root = Path(config.run.dir)
-    try:
-        found = [
-            (match[1], entry.stat().st_mtime_ns, entry)
-            for entry in root.iterdir()
-            if (match := pattern.fullmatch(entry.name))
-        ]
-    except OSError:
-        return
+    entries = list(root.iterdir()) if root.is_dir() else []
+    matches = [(pattern.fullmatch(entry.name), entry) for entry in entries]
+    found = [(match[1], entry.stat().st_mtime_ns, entry) for match, entry in matches if match]
     for _, _, folder in sorted(found, reverse=True):
         yield folder
 
 
-def _last_start(folder: Path) -> dict[str, Any] | None:
-    starts = [event for event in read_journal(folder / JOURNAL) if event["ev"] == "start"]
-    return starts[-1] if starts else None
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_journal(folder / JOURNAL) if event["ev"] == "start"]
 
 
-def _what_differs(config: Config, data_hash: str, folder: Path, start: dict[str, Any]) -> str:
-    if start.get("data_hash") != data_hash:
-        return f"was trained on other data (data_hash {str(start.get('data_hash'))[:12]})"
-    keys = sorted(changed_keys(read_config(folder), to_dict(config)))
-    decides = re.compile(r"seed$|precision$|model\.|optim\.|data\.(seq_len|document_mask)$")
-    return f"differs in {', '.join(key for key in keys if decides.match(key)) or 'its settings'}"
+def _misfit(config: Config, data_hash: str, folder: Path) -> str | None:
+    """Say why `auto` cannot continue a folder, or None."""
+    starts = _starts(folder)
+    if not starts:
+        return "has no start in its journal"
+    if starts[-1].get("data_hash") != data_hash:
+        return f"was trained on other data (data_hash {str(starts[-1].get('data_hash'))[:12]})"
+    if starts[-1].get("resume_hash") != resume_hash(config, data_hash):
+        changes = changed_keys(_decisive(read_config(folder)), _decisive(to_dict(config)))
+        return f"differs in {', '.join(changes) or 'its settings'}"
+    return "is done" if run_status(folder) == "done" else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -211,8 +169,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return {dotted key: [old, new]} for every setting that differs."""
     before, after = dict(_flat(old)), dict(_flat(new))
-    keys = before.keys() | after.keys()
-    pairs = {key: [before.get(key), after.get(key)] for key in sorted(keys)}
+    keys = sorted(before.keys() | after.keys())
+    pairs = {key: [before.get(key), after.get(key)] for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -227,23 +185,19 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _refuse_misfits(config: Config, data_hash: str, checkpoint: Path) -> None:
     """Raise ConfigError with every way in which the checkpoint cannot be continued exactly."""
     try:
-        manifest = read_manifest(checkpoint)
+        saved = read_manifest(checkpoint)
     except CheckpointError as error:
         raise ConfigError([f"run.resume={checkpoint}: {p}" for p in error.problems]) from None
-    tree = to_dict(config)
-    here = {"seed": config.seed, "seq_len": config.data.seq_len, "data_hash": data_hash}
-    set_by = {"seed": "seed", "seq_len": "data.seq_len", "data_hash": "data.*"}
+    here = {"seed": config.seed, "data.seq_len": config.data.seq_len, "data_hash": data_hash}
+    there = {key: saved.get(key.removeprefix("data."), value) for key, value in here.items()}
+    model = to_dict(config)["model"]
+    here |= {f"model.{key}": model.get(key) for key in saved["model"]}
+    there |= {f"model.{key}": value for key, value in saved["model"].items()}
     problems = [
-        f"{set_by[key]}: the checkpoint has {key} {str(manifest[key])[:12]}, this run has "
-        f"{str(value)[:12]}; a resumed run never changes it"
+        f"run.resume={checkpoint}: the checkpoint has {key}={there[key]}, this run has {value}; "
+        "a resumed run never changes it, start a new one with run.init_from"
         for key, value in here.items()
-        if key in manifest and manifest[key] != value
-    ]
-    problems += [
-        f"model.{key}={tree['model'].get(key)}, but the checkpoint has {value}; set it to that, or "
-        "start a new run with run.init_from"
-        for key, value in manifest["model"].items()
-        if tree["model"].get(key) != value
+        if there[key] != value
     ]
     if problems:
-        raise ConfigError([f"run.resume={checkpoint}: {problem}" for problem in problems])
+        raise ConfigError(problems)

@@ -5,7 +5,7 @@
       journal.jsonl    events                 metrics.jsonl    one object a logged step
       tb/              TensorBoard            checkpoints/     see curry_train.checkpoint
       code.diff        against the commit     environment.txt  packages
-      failure.json     after a crash          lease.json       while a process writes here
+      failure.json     after a crash          lease.json       locked while a process writes here
 
 A resumed attempt that finds other settings, code or packages keeps the older file beside the new
 one, as config.attempt-1.yaml.
@@ -24,15 +24,14 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from curry_train.checkpoint import read_manifest
 from curry_train.config import Config, ConfigError, config_hash, to_dict
 from curry_train.tracking import provenance, scrub
-from curry_train.tracking.backends import build_loggers
 from curry_train.tracking.journal import END_STATUS, Journal, JsonLines, plain
 from curry_train.tracking.lease import Lease
-from curry_train.tracking.logger import Fanout
+from curry_train.tracking.logger import Trackers
 from curry_train.tracking.resume import (
     CHECKPOINTS,
     JOURNAL,
@@ -49,18 +48,16 @@ if TYPE_CHECKING:
 
 FAILURE = "failure.json"
 METRICS = "metrics.jsonl"
-
-Value = TypeVar("Value")
+PROJECT = Path(__file__).resolve().parents[2]
+"""The folder that holds curry_train."""
 
 
 class Run:
     """An open run. Other ranks than 0 have the same methods, which write nothing there."""
 
-    def __init__(self, folder: Path, resume: Resume, writer: Writer | None) -> None:
-        self.dir = folder
-        self.attempt = resume.attempt
-        self.parent = resume.parent
-        self.checkpoint = resume.checkpoint
+    def __init__(self, folder: Path, attempt: int, resume: Resume, writer: Writer | None) -> None:
+        self.dir, self.attempt = folder, attempt
+        self.parent, self.checkpoint = resume.parent, resume.checkpoint
         self.message = resume.message
         self._writer = writer
 
@@ -72,34 +69,34 @@ class Run:
         argv: Sequence[str],
         data_hash: str,
         resume: Resume | None = None,
-        project: Path | None = None,
+        project: Path = PROJECT,
     ) -> Run:
         """Make or continue the run folder and journal the start; all ranks call it together.
 
-        resume: the answer of find_resume; None asks it here. project: the folder whose git state
-        is recorded, by default the one that holds curry_train.
-        Group: world; one gather of host names, one broadcast.
-        Raises: ConfigError on every rank.
+        resume: the answer of find_resume; None asks it here. project: whose git state is recorded.
+        Group: world; two gathers. Raises: ConfigError on every rank.
         """
-        hosts = sorted(set(_all_ranks(mesh, socket.gethostname())))
-        writer, answer = None, (None, Resume(), list[str]())
+        hosts = sorted(set(_gather(mesh, socket.gethostname())))
+        writer, folder, attempt, problems = None, Path(), 0, []
         if mesh.rank == 0:
             try:
-                decided = resume or find_resume(config, data_hash)
+                resume = resume or find_resume(config, data_hash)
                 facts = {"world": mesh.world, "mesh": dict(mesh.sizes), "hosts": hosts}
-                writer = Writer(config, decided, argv, data_hash, facts, project)
-                answer = (writer.folder, writer.resume, [])
+                writer = Writer(config, resume, argv, data_hash, facts, project)
+                folder, attempt = writer.folder, writer.journal.attempt
             except ConfigError as error:
-                answer = (None, Resume(), error.problems)
+                problems = error.problems
             except OSError as error:
                 where = error.filename or config.run.dir
-                answer = (None, Resume(), [f"{where}: {error.strerror}; set run.dir elsewhere"])
-        folder, decided, problems = _from_rank_zero(mesh, answer)
-        if folder is None:
+                problems = [f"{where}: {error.strerror}; set run.dir elsewhere"]
+        mine = folder, attempt, resume, problems
+        folder, attempt, resume, problems = _gather(mesh, mine)[0]
+        if problems:
             raise ConfigError(problems)
-        if writer is not None and decided.message:
-            print(decided.message, flush=True)
-        return Run(folder, decided, writer)
+        run = Run(folder, attempt, resume or Resume(), writer)
+        if writer is not None and run.message:
+            print(run.message, flush=True)
+        return run
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl and mirror it to the trackers; never raises."""
@@ -115,20 +112,20 @@ class Run:
         a field that the journal does not allow.
         """
         if self._writer is not None:
-            self._writer.event(ev, step, tokens, fields)
+            self._writer.event(ev, step, tokens, **fields)
 
     def sample(self, step: int, text: str) -> None:
         """Keep a generated text in the journal and show it in the trackers."""
         if self._writer is not None:
-            self._writer.event("note", step, None, {"sample": text})
-            self._writer.loggers.call("text", "sample", text, step)
+            self._writer.event("note", step, sample=text)
+            self._writer.trackers.call("text", "sample", text, step)
 
     def finish(self, status: str, reason: str | None = None, code: int = 0) -> None:
         """Journal the end, close the trackers and give up the lease; a second call does nothing."""
         if status not in END_STATUS:
             raise ValueError(f"status {status!r} is unknown; allowed: {', '.join(END_STATUS)}")
         if self._writer is not None:
-            self._writer.finish(status, reason, code)
+            self._writer.finish(status=status, reason=reason, code=code)
             self._writer = None
 
     def fail(
@@ -144,7 +141,8 @@ class Run:
         lost_peer: the error only says that another rank went away; a failure with a cause of its
         own replaces it. A disk that refuses answers True, so that the error is at least printed.
         """
-        text = traceback_text or "".join(traceback.format_exception(error))
+        path, text = self.dir / FAILURE, traceback_text
+        text = text or "".join(traceback.format_exception(error))
         record = {
             "v": 1,
             "time": time.time(),
@@ -156,18 +154,17 @@ class Run:
             "traceback": scrub.scrub(text),
             "lost_peer": lost_peer,
         }
-        content = json.dumps(plain(record), indent=1) + "\n"
+        content = json.dumps(record, indent=1) + "\n"
         try:
-            with (self.dir / FAILURE).open("x", encoding="utf-8") as file:
+            with path.open("x", encoding="utf-8") as file:
                 file.write(content)
-            return True
         except FileExistsError:
-            if lost_peer or not _is_lost_peer(self.dir / FAILURE):
+            if lost_peer or '"lost_peer": true' not in path.read_text(encoding="utf-8"):
                 return False
-            _write(self.dir / FAILURE, content)
-            return True
+            _write(path, content)
         except OSError:
-            return True
+            pass
+        return True
 
     def failure_time(self) -> int | None:
         """Return when failure.json of this attempt was written, in ns, or None; peers watch it."""
@@ -187,43 +184,66 @@ class Writer:
         argv: Sequence[str],
         data_hash: str,
         facts: Mapping[str, Any],
-        project: Path | None,
+        project: Path,
     ) -> None:
-        self.folder, self.resume = _make_folder(config, resume), resume
-        self._warned, self._dropped = False, 0
-        self._last_step, self._tokens = 0, 0
-        self._lease = Lease.acquire(self.folder)
+        self.folder = _make_folder(config, resume)
+        self._dropped, self._step, self._tokens = 0, 0, 0
+        self._lease = Lease(self.folder)
         try:
             before = read_config(self.folder)
-            self._journal = Journal(self.folder / JOURNAL, run=self.folder.resolve().name)
+            self.journal = Journal(self.folder / JOURNAL, run=self.folder.resolve().name)
             self._metrics = JsonLines(self.folder / METRICS)
-            self.resume = Resume(
-                self.folder, resume.checkpoint, self._journal.attempt, resume.parent, resume.message
-            )
-            self._begin(config, argv, data_hash, dict(facts), project or _project(), before)
+            packages = self._write_files(config, argv, project)
+            self._start(config, resume, argv, data_hash, facts, project, packages)
         except BaseException:
             self._lease.release()
             raise
-        self.loggers = Fanout(build_loggers(config.tracking, self.folder))
-        self.loggers.call("start", self.folder.resolve().name, to_dict(config), self._last_step + 1)
+        changes = changed_keys(before, read_config(self.folder)) if before else {}
+        changes.pop("run.resume", None)  # what continued the run, not what it is
+        if changes:
+            self.event("config_change", self._step, changes=changes)
+        self.trackers = Trackers(config.tracking, self.folder)
+        self.trackers.call("start", _scrubbed(to_dict(config)), self._step + 1)
 
-    def _begin(
+    def _write_files(self, config: Config, argv: Sequence[str], project: Path) -> str:
+        """Write the files that describe the run; return the list of packages."""
+        import yaml
+
+        packages, diff = provenance.packages(), provenance.code_diff(project)
+        tree = _scrubbed(to_dict(config))
+        files = {
+            "config.yaml": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True),
+            "overrides.txt": "".join(f"{word}\n" for word in scrub.scrub_argv(argv)),
+            "environment.txt": packages,
+            "code.diff": None if diff is None else scrub.scrub_urls(diff),
+            FAILURE: None,
+        }
+        (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
+        for name, content in files.items():
+            path = self.folder / name
+            if path.exists() and path.read_text(encoding="utf-8") != content:
+                older = f"{path.stem}.attempt-{self.journal.attempt - 1}{path.suffix}"
+                os.replace(path, path.with_name(older))
+            if content is not None:
+                _write(path, content)
+        return packages
+
+    def _start(
         self,
         config: Config,
+        resume: Resume,
         argv: Sequence[str],
         data_hash: str,
-        facts: dict[str, Any],
+        facts: Mapping[str, Any],
         project: Path,
-        before: dict[str, Any],
+        packages: str,
     ) -> None:
-        """Write the files that describe the run, then the events that open this attempt."""
-        packages = provenance.packages()
-        self._write_files(config, argv, packages, project)
-        source = {} if self.resume.checkpoint is None else read_manifest(self.resume.checkpoint)
-        self._last_step, self._tokens = source.get("step", 0), source.get("tokens", 0)
-        self._journal.event(
+        """Write the events that open this attempt."""
+        source = {} if resume.checkpoint is None else read_manifest(resume.checkpoint)
+        self._step, self._tokens = source.get("step", 0), source.get("tokens", 0)
+        self.journal.event(
             "start",
-            step=self._last_step,
+            step=self._step,
             tokens=self._tokens,
             argv=scrub.scrub_argv(argv),
             config_hash=config_hash(config),
@@ -234,86 +254,59 @@ class Writer:
             seeds={"seed": config.seed},
             env=scrub.environment(),
             packages_hash=hashlib.sha256(packages.encode()).hexdigest(),
-            parent=self.resume.parent,
+            parent=resume.parent,
         )
-        for name, torn in ((JOURNAL, self._journal.torn_tail), (METRICS, self._metrics.torn_tail)):
+        for name, torn in ((JOURNAL, self.journal.torn_tail), (METRICS, self._metrics.torn_tail)):
             if torn:
-                self._journal.event("note", torn_tail={"file": name, "bytes": torn})
-        changes = changed_keys(before, read_config(self.folder)) if before else {}
-        changes.pop("run.resume", None)  # what continued the run, not what it is
-        if changes:
-            self._journal.event("config_change", step=self._last_step, changes=changes)
-        if self.resume.checkpoint is not None:
-            self._journal.event(
+                self.journal.event("note", torn_tail={"file": name, "bytes": torn})
+        if resume.checkpoint is not None:
+            self.journal.event(
                 "resume",
-                step=self._last_step,
+                step=self._step,
                 tokens=self._tokens,
-                checkpoint=str(self.resume.checkpoint),
-                from_attempt=self._journal.attempt - 1 or None,
+                checkpoint=str(resume.checkpoint),
+                from_attempt=self.journal.attempt - 1 or None,
                 samples_consumed=source.get("samples_consumed"),
                 old_mesh=source.get("mesh"),
                 mesh=facts["mesh"],
             )
 
-    def _write_files(
-        self, config: Config, argv: Sequence[str], packages: str, project: Path
-    ) -> None:
-        import yaml
-
-        tree = _scrubbed(to_dict(config))
-        diff = provenance.code_diff(project)
-        files = {
-            "config.yaml": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True),
-            "overrides.txt": "".join(f"{word}\n" for word in scrub.scrub_argv(argv)),
-            "environment.txt": packages,
-            "code.diff": None if diff is None else scrub.scrub_urls(diff),
-        }
-        (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
-        for name, content in files.items():
-            _keep_older(self.folder / name, content, self._journal.attempt)
-            if content is not None:
-                _write(self.folder / name, content)
-        _keep_older(self.folder / FAILURE, None, self._journal.attempt)
-
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        self._last_step, self._tokens = step, row.get("tokens", self._tokens)
-        head = {"step": step, "attempt": self.resume.attempt, "tokens": row.get("tokens")}
-        full = {**head, "time": time.time(), **row, "step": step, "attempt": self.resume.attempt}
+        self._step, self._tokens = step, row.get("tokens", self._tokens)
+        head = {"step": step, "attempt": self.journal.attempt}
+        full = {**head, "tokens": None, "time": time.time(), **row, **head}
         try:
             full = plain({key: value for key, value in full.items() if value is not None})
             self._metrics.append(full)
         except Exception as error:
             self._drop(METRICS, error)
-        self.loggers.call("log", step, {key: _as_float(value) for key, value in full.items()})
+        self.trackers.call("log", step, full)
 
     def event(
-        self, ev: str, step: int | None, tokens: int | None, fields: Mapping[str, Any]
+        self, ev: str, step: int | None = None, tokens: int | None = None, **fields: Any
     ) -> None:
-        self._last_step = self._last_step if step is None else step
+        self._step = self._step if step is None else step
         self._tokens = self._tokens if tokens is None else tokens
         try:
-            self._journal.event(ev, step=step, tokens=tokens, **fields)
+            self.journal.event(ev, step=step, tokens=tokens, **fields)
         except OSError as error:
             self._drop(JOURNAL, error)
 
-    def finish(self, status: str, reason: str | None, code: int) -> None:
-        self.loggers.call("summary", {"status": status, "reason": reason, "step": self._last_step})
-        self.loggers.call("finish", status)
-        dropped = {"dropped": self._dropped, "tracker_dropped": self.loggers.dropped}
-        ending = {"status": status, "reason": reason, "code": code, **dropped}
-        self.event("end", self._last_step, self._tokens, ending)
+    def finish(self, **ending: Any) -> None:
+        self.trackers.call("finish")
+        dropped = {"dropped": self._dropped, "tracker_dropped": self.trackers.dropped}
+        self.event("end", self._step, self._tokens, **ending, **dropped)
         try:
             self._metrics.sync()
         except OSError as error:
             self._drop(METRICS, error)
-        self._metrics.close()
-        self._journal.close()
+        for opened in (self._metrics, self.journal):
+            opened.close()
         self._lease.release()
 
     def _drop(self, name: str, error: Exception) -> None:
         self._dropped += 1
-        if not self._warned:
-            self._warned = True
+        if self._dropped == 1:
             warnings.warn(
                 f"{self.folder / name}: a line was not written ({error}); training goes on, "
                 "further losses are only counted",
@@ -335,21 +328,11 @@ def _make_folder(config: Config, resume: Resume) -> Path:
     return folder
 
 
-def _project() -> Path:
-    return Path(__file__).resolve().parents[2]
-
-
 def _write(path: Path, content: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(3)}")
     temporary.write_text(content, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, path)
-
-
-def _keep_older(path: Path, content: str | None, attempt: int) -> None:
-    """Move what an earlier attempt wrote aside, unless it is the same."""
-    if path.exists() and (content is None or path.read_text(encoding="utf-8") != content):
-        os.replace(path, path.with_name(f"{path.stem}.attempt-{attempt - 1}{path.suffix}"))
 
 
 def _scrubbed(value: Any) -> Any:
@@ -358,18 +341,8 @@ def _scrubbed(value: Any) -> Any:
     return scrub.scrub_urls(value) if isinstance(value, str) else plain(value)
 
 
-def _as_float(value: Any) -> Any:
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
-
-
-def _is_lost_peer(path: Path) -> bool:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("lost_peer") is True
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _all_ranks(mesh: Mesh, value: Value) -> list[Value]:
+def _gather(mesh: Mesh, value: Any) -> list[Any]:
+    """Return the values of all ranks, on every rank."""
     group = mesh.group("world")
     if group is None:
         return [value]
@@ -378,14 +351,3 @@ def _all_ranks(mesh: Mesh, value: Value) -> list[Value]:
     values: list[Any] = [None] * mesh.world
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _from_rank_zero(mesh: Mesh, value: Value) -> Value:
-    group = mesh.group("world")
-    if group is None:
-        return value
-    import torch.distributed as dist
-
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
