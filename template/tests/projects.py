@@ -109,7 +109,7 @@ def wait_for_step(project: Path, step: int, timeout: float = 90) -> Path:
     raise AssertionError(f"no run reached step {step} within {timeout} s")
 
 
-def fork_train(*settings: str, log: Path) -> int:
+def fork_train(*settings: str, log: Path, env: dict[str, str] | None = None) -> int:
     """Start train.py's main in a fork of this process, its output in `log`; returns the pid.
 
     The parent has imported everything (`import_everything`), so a run starts in a tenth of the
@@ -124,6 +124,7 @@ def fork_train(*settings: str, log: Path) -> int:
 
         import train
 
+        os.environ.update(env or {})
         os.setsid()
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(sink, 1)
@@ -141,6 +142,29 @@ def fork_train(*settings: str, log: Path) -> int:
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def fork_ranks(world: int, *settings: str, folder: Path) -> list[int]:
+    """Start `world` forks in the environment that torchrun gives its ranks; returns the pids.
+
+    What rank N prints is in folder/rank-N.txt.
+    """
+    job = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    return [
+        fork_train(
+            *settings,
+            log=folder / f"rank-{rank}.txt",
+            env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(world)
+    ]
 
 
 def exit_code(pid: int) -> int:

@@ -1,16 +1,12 @@
 """The benchmark times the training step itself and prints what it promises."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import curry_train.benchmark as benchmark
-from curry_train.benchmark import PARTS, quantiles, run_accumulated_step
+from curry_train.benchmark import PARTS, main, quantiles, run_accumulated_step
 from curry_train.profiling import no_spans
 from curry_train.runtime import build_runtime
 from curry_train.step import train_step
@@ -64,15 +60,17 @@ def test_quantiles_of_one_value_are_that_value():
     assert quantiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == (2.0, 5.0)
 
 
-def test_the_command_prints_only_json_and_bad_settings_exit_2():
-    project = Path(__file__).resolve().parents[1]
-    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    command = [sys.executable, "-m", "curry_train.benchmark", "--json", "--steps=1", "--warmup=0"]
-    done = subprocess.run(
-        [*command, *SMALL], cwd=project, env=env, capture_output=True, text=True, check=True
-    )
-    assert KEYS <= json.loads(done.stdout).keys()
-    wrong = subprocess.run(
-        [*command, "optim.lrr=1"], cwd=project, env=env, capture_output=True, text=True
-    )
-    assert wrong.returncode == 2 and "optim.lr" in wrong.stderr and wrong.stdout == ""
+def test_the_command_prints_only_json_and_bad_settings_exit_2(capsys):
+    command = ["--json", "--steps=1", "--warmup=0"]
+    assert main([*command, *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out).keys() >= KEYS
+    assert main([*command, "optim.lrr=1"]) == 2
+    wrong = capsys.readouterr()
+    assert "optim.lr" in wrong.err and wrong.out == ""
+
+
+def test_the_command_without_json_prints_a_table(capsys):
+    assert main(["--steps=1", "--warmup=0", *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines][:3] == ["step_time", "p20", "p80"]
+    assert "unknown" in lines[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from projects import SMALL, copy_project, run, run_folders
+from projects import SMALL, forked, run_folders
 
 from curry_train.config import Config, ModelConfig
 from curry_train.generate import choose, generate, main
@@ -46,12 +46,12 @@ def test_padding_is_never_chosen():
     assert all(choose(logits, 1.0, generator) < 257 for _ in range(300))
 
 
-def test_a_run_folder_gives_text_and_a_wrong_path_one_line(tmp_path, capsys):
-    project = copy_project(tmp_path)
-    code, out, err = run(project, "python", *SMALL, "run.max_steps=2", "run.sample_tokens=7")
-    assert code == 0, out + err
-    (folder,) = run_folders(project)
-    capsys.readouterr()
+def test_a_run_folder_gives_text_and_a_wrong_path_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = (*SMALL, "run.max_steps=2", "run.sample_tokens=7")
+    code, out = forked(*settings, log=tmp_path / "log.txt")
+    assert code == 0 and "sample:" in out, out
+    (folder,) = run_folders(tmp_path)
     assert main([str(folder), "--max-tokens", "9", "--prompt", "War is", "--temperature", "0"]) == 0
     first = capsys.readouterr().out
     assert first.startswith("War is")
