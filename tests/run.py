@@ -154,7 +154,7 @@ def run_suite(suite: str, python: Path, options: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="curry-train-tests-") as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(python), "-m", "pytest", str(folder.relative_to(cwd)), "-q"]
-        command += ["-p", "no:cacheprovider", "-n", str(WORKERS), "--dist", "loadgroup"]
+        command += ["-p", "no:cacheprovider", "-n", str(WORKERS), "--dist", "worksteal"]
         command += [f"--junitxml={report}"]
         command += [f"--basetemp={scratch}/tmp", *(["-k", options.k] if options.k else [])]
         process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True)

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INIT = ROOT / "skills" / "start-project" / "scripts" / "init.py"
+pytestmark = pytest.mark.slow
 CPU_SECONDS = 240
 VAL_LOSS = 1.75
 EPOCHS = 3
