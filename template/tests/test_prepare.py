@@ -155,7 +155,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     (tmp_path / "in" / "picture.png").write_bytes(b"\0")
     (tmp_path / "in" / "empty.txt").write_bytes(b"")
     found = find_source(tmp_path / "in")
-    assert [file.name for file in found.files] == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
+    assert [path.name for path, _ in found.files] == ["a.jsonl", "b.jsonl", "c.jsonl"]
     assert [t for p in plan_parts([found]) for t in read_documents(p, "text")] == [
         "one",
         "two",
@@ -240,7 +240,7 @@ def many_parts(tmp_path_factory):
     """An input of enough parts to interrupt, about 10 MB."""
     folder = tmp_path_factory.mktemp("many")
     for name in ("a", "b", "c"):
-        texts = [f"{name}{n} " + "some words to be read " * 50 for n in range(3000)]
+        texts = [f"{name}{n} " + "some words to be read " * 50 for n in range(4000)]
         write_jsonl(folder / f"{name}.jsonl", texts)
     return folder
 
@@ -278,11 +278,15 @@ def test_a_killed_run_continues_and_leaves_nothing_half_made(tmp_path, many_part
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     command = [sys.executable, "-m", "curry_train.data.prepare", str(many_parts), "--out", str(out)]
     draw = random.Random(int(os.environ.get("CURRY_TEST_SEED", "0")))
+
+    def finished():
+        return sum((partial / f"part-{n:05d}.table").exists() for n in range(6))
+
     for _ in range(3):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen([*command, "--workers", "2"], cwd=PROJECT, **quiet)
-        wanted = len(list(partial.glob("*.table"))) + 1
-        while process.poll() is None and len(list(partial.glob("*.table"))) < wanted:
+        wanted = finished() + 1
+        while process.poll() is None and finished() < wanted:
             time.sleep(0.002)
         time.sleep(draw.random() * 0.02)
         process.send_signal(signal.SIGKILL)
@@ -406,20 +410,6 @@ def test_the_first_error_by_order_ends_the_others():
     assert time.monotonic() - started < 30
 
 
-def test_an_input_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-
-    def grow(*arguments):
-        write_jsonl(path, [TEXTS[0].upper(), *TEXTS[1:]])
-        return original(*arguments)
-
-    original = prepare._tokenizer
-    monkeypatch.setattr(prepare, "_tokenizer", grow)
-    with pytest.raises(DataError, match="changed while it was read; run the command again"):
-        make(path, tmp_path / "out")
-    assert no_leftovers(tmp_path)
-
-
 # The command line
 
 
@@ -474,7 +464,8 @@ def test_progress_shows_rate_and_time_left_on_long_work(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("count: 0.5 of 2.0 MB, ")
     assert lines[0].endswith(" s left")
-    assert lines[-1].startswith("count: 2.0 MB in 0.")
+    assert lines[-1].startswith("count: 2.0 of 2.0 MB, ")
+    assert lines[-1].endswith(" s")
     monkeypatch.undo()
     show_progress("count", sizes, slowly(), quiet=True)
     assert capsys.readouterr().err == "", "short work in the background says nothing"
@@ -518,9 +509,9 @@ def test_help_needs_no_torch():
             ["good.jsonl", "--text-key", "body"],
             "good.jsonl:1 has no text under 'body' (found: ['text'])",
         ),
-        (["good.jsonl", "--weights", "1", "2"], "--weights has 2 numbers for 1 inputs"),
-        (["good.jsonl", "--weights", "0"], "--weights 0.0 is not above 0"),
-        (["good.jsonl", "--weights", "nan"], "--weights nan is not above 0"),
+        (["good.jsonl", "--weights", "1", "2"], "--weights [1.0, 2.0]: give each INPUT a number"),
+        (["good.jsonl", "--weights", "0"], "--weights [0.0]: give each INPUT a number above 0"),
+        (["good.jsonl", "--weights", "nan"], "--weights [nan]: give each INPUT a number above 0"),
         (["good.jsonl", "--val-fraction", "0"], "val_fraction=0.0 is not between 0 and 1"),
         (["good.jsonl", "--workers", "0"], "--workers 0 is not 1 or more"),
         (["good.jsonl", "--tokenizer", "gpt"], "tokenizer gpt does not exist"),

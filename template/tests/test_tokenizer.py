@@ -12,7 +12,6 @@ from curry_train.data.tokenizer import (
     LibraryTokenizer,
     load_tokenizer,
     train_bpe,
-    vocab_size_in_file,
 )
 
 TEXTS = [
@@ -84,7 +83,6 @@ def test_saved_tokenizers_are_json_and_load_equal(tmp_path, bpe):
             coder.sha256, coder.eos_id, coder.vocab_size,
         )  # fmt: skip
         assert loaded.encode(TEXTS[3]) == coder.encode(TEXTS[3])
-        assert vocab_size_in_file(path) == coder.vocab_size
 
 
 def _foreign(tmp_path, eos="</s>", config=None):
@@ -120,7 +118,7 @@ def test_a_foreign_tokenizer_adds_cuts_and_pads_nothing(tmp_path):
     assert coder.decode(coder.encode(text)) == text
     assert coder.encode_batch([text, "a"])[1] == coder.encode("a")
     assert len(coder.encode("a")) == 1
-    assert coder.eos_id == coder.vocab_size - 1 == vocab_size_in_file(path) - 1
+    assert coder.eos_id == coder.vocab_size - 1
 
 
 @pytest.mark.parametrize("named", ["[STOP]", {"content": "[STOP]"}])
@@ -158,7 +156,6 @@ def test_what_is_no_tokenizer_gives_one_line(tmp_path, content, says):
     with pytest.raises(DataError, match=says) as caught:
         load_tokenizer(path)
     assert "\n" not in str(caught.value)
-    assert vocab_size_in_file(path) is None
 
 
 def test_a_folder_is_no_tokenizer(tmp_path):

@@ -48,16 +48,14 @@ def open_corpus(data: DataConfig, *, cache_dir: Path | None) -> Corpus:
 
 
 def vocab_size_of(data: DataConfig) -> int | None:
-    """Ids of the tokenizer that `data` names, without making it; None when that cannot be told."""
+    """Ids of the tokenizer that `data` names, before there is one; None when that is unknown."""
     from curry_train.data import token_file, tokenizer
 
-    if data.input is not None and token_file.is_corpus(Path(data.input)):
-        try:
+    try:
+        if data.input is not None and token_file.is_corpus(Path(data.input)):
             return token_file.read_manifest(Path(data.input))["tokenizer"]["vocab_size"]
-        except DataError:
-            return None
-    if data.tokenizer in ("auto", "byte"):
-        return tokenizer.BYTE_VOCAB_SIZE
-    if data.tokenizer == "bpe":
-        return data.bpe_vocab_size
-    return tokenizer.vocab_size_in_file(Path(data.tokenizer))
+        if data.tokenizer not in ("auto", "byte", "bpe"):
+            return tokenizer.load_tokenizer(Path(data.tokenizer)).vocab_size
+    except (DataError, KeyError, TypeError):
+        return None
+    return data.bpe_vocab_size if data.tokenizer == "bpe" else tokenizer.BYTE_VOCAB_SIZE

@@ -194,9 +194,6 @@ def _build(
     jobs = [(partial, number, part, settings.text_key) for number, part in enumerate(parts)]
     results = map_jobs(tokenize_part, jobs, workers=workers, size=sum(sizes))
     tables = show_progress("read text", sizes, results, quiet=quiet)
-    for file in (file for source in sources for file in source.files):
-        if file.path.stat().st_mtime_ns != file.modified_ns:
-            raise DataError(f"{file.path} changed while it was read; run the command again")
 
     weights = [sources[part.source].weight for part in parts]
     documents = np.concatenate([np.empty(0, DOCUMENT), *tables])
@@ -352,12 +349,8 @@ def _prepare_named(arguments: argparse.Namespace) -> None:
     weights = arguments.weights or [1.0] * len(inputs)
     if not inputs:
         raise DataError("no INPUT; name text files or folders of them")
-    if len(weights) != len(inputs):
-        raise DataError(
-            f"--weights has {len(weights)} numbers for {len(inputs)} inputs; give one for each"
-        )
-    if bad := [weight for weight in weights if not 0 < weight < 10_000]:
-        raise DataError(f"--weights {bad[0]} is not above 0 and below 10000")
+    if len(weights) != len(inputs) or not all(0 < weight < 10_000 for weight in weights):
+        raise DataError(f"--weights {weights}: give each INPUT a number above 0 and below 10000")
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers} is not 1 or more")
     sources = [find_source(Path(p), weight=w) for p, w in zip(inputs, weights, strict=True)]

@@ -40,33 +40,15 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "corpus" / "devils_dictionary.j
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One file of an input; `name` is relative to the input, the same on every machine."""
-
-    path: Path
-    name: str
-    suffix: str
-    bytes: int
-    modified_ns: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Source:
-    """One input: its files in a fixed order."""
+    """One input: its files in a fixed order, each with one of SUFFIXES as its format."""
 
     name: str
-    files: tuple[SourceFile, ...]
+    files: tuple[tuple[Path, str], ...]
+    sha256: str
+    """Of a single file, else one over the names below the input and the sha256 of each file."""
     weight: float = 1.0
     """Times that each training document appears in one epoch; see curry_train.data.prepare."""
-
-    @property
-    def sha256(self) -> str:
-        """Identify the content: a single file's own sha256, else one over names and sha256s."""
-        if len(self.files) == 1:
-            return self.files[0].sha256
-        lines = "".join(f"{file.sha256}  {file.name}\n" for file in self.files)
-        return hashlib.sha256(lines.encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -78,14 +60,13 @@ class FileRange:
     start: int
     stop: int
     bytes: int
-    """Its share of the file's size."""
     piece: int = 0
     """Characters in one document of plain text; 0 takes the whole range as one."""
 
 
 @dataclass
 class Part:
-    """What one worker reads in one go: ranges of one source."""
+    """What one worker reads in one go: ranges of one source, by its number."""
 
     source: int
     ranges: list[FileRange]
@@ -140,17 +121,16 @@ def python_stdlib() -> Source:
 
 def plan_parts(sources: Sequence[Source]) -> list[Part]:
     """Divide the sources into parts of similar size, at most about MAX_PARTS of them."""
-    total = sum(file.bytes for source in sources for file in source.files)
+    total = sum(path.stat().st_size for source in sources for path, _ in source.files)
     target = max(RANGE_BYTES, total // MAX_PARTS)
     parts: list[Part] = []
     for number, source in enumerate(sources):
+        parts.append(Part(number, [], 0))
         for piece in _ranges(source):
-            last = parts[-1] if parts else None
-            if last and last.source == number and last.bytes + piece.bytes <= target:
-                last.ranges.append(piece)
-                last.bytes += piece.bytes
-            else:
-                parts.append(Part(number, [piece], piece.bytes))
+            if parts[-1].ranges and parts[-1].bytes + piece.bytes > target:
+                parts.append(Part(number, [], 0))
+            parts[-1].ranges.append(piece)
+            parts[-1].bytes += piece.bytes
     return parts
 
 
@@ -198,40 +178,43 @@ def _suffix(path: Path) -> str:
 def _source(
     name: str, found: dict[str, Path], *, weight: float = 1.0, suffix: str | None = None
 ) -> Source:
-    suffixes = [suffix or _suffix(path) for path in found.values()]
+    files = tuple((path, suffix or _suffix(path)) for path in found.values())
+    for path, kind in files:
+        if kind in NEED_PYARROW and importlib.util.find_spec("pyarrow") is None:
+            raise DataError(f"{path} needs pyarrow; install it with: pip install pyarrow")
     with ThreadPoolExecutor() as pool:
-        files = tuple(pool.map(_source_file, found, found.values(), suffixes))
-    return Source(name, files, weight)
+        hashes = list(pool.map(_sha256, found.values()))
+    if len(hashes) == 1:
+        return Source(name, files, hashes[0], weight)
+    lines = "".join(f"{sha256}  {name}\n" for sha256, name in zip(hashes, found, strict=True))
+    return Source(name, files, hashlib.sha256(lines.encode("utf-8")).hexdigest(), weight)
 
 
-def _source_file(name: str, path: Path, suffix: str) -> SourceFile:
-    if suffix in NEED_PYARROW and importlib.util.find_spec("pyarrow") is None:
-        raise DataError(f"{path} needs pyarrow; install it with: pip install pyarrow")
-    about = path.stat()
+def _sha256(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    return SourceFile(path, name, suffix, about.st_size, about.st_mtime_ns, sha256)
 
 
 def _ranges(source: Source) -> Iterator[FileRange]:
     """Divide the files where their format allows it: at line ends or row groups."""
-    whole = sum(file.suffix == ".txt" for file in source.files) >= MANY_TEXT_FILES
-    for file in source.files:
-        low, high = PIECE_CHARACTERS
-        piece = min(high, max(low, file.bytes // PIECES_PER_FILE))
-        if file.suffix == ".parquet":
-            groups = _parquet(file.path).num_row_groups
+    whole = [suffix for _, suffix in source.files].count(".txt") >= MANY_TEXT_FILES
+    low, high = PIECE_CHARACTERS
+    for path, suffix in source.files:
+        size = path.stat().st_size
+        if suffix == ".parquet":
+            groups = _parquet(path).num_row_groups
             for group in range(groups):
-                yield FileRange(file.path, file.suffix, group, group + 1, file.bytes // groups)
-        elif file.suffix == ".jsonl.zst" or (file.suffix == ".txt" and whole):
-            yield FileRange(file.path, file.suffix, 0, sys.maxsize, file.bytes)
+                yield FileRange(path, suffix, group, group + 1, size // groups)
+        elif suffix == ".jsonl.zst" or (suffix == ".txt" and whole):
+            yield FileRange(path, suffix, 0, sys.maxsize, size)
         else:
-            for start in range(0, file.bytes, RANGE_BYTES):
-                size = min(RANGE_BYTES, file.bytes - start)
-                yield FileRange(file.path, file.suffix, start, start + size, size, piece)
+            piece = min(high, max(low, size // PIECES_PER_FILE))
+            for start in range(0, size, RANGE_BYTES):
+                stop = min(size, start + RANGE_BYTES)
+                yield FileRange(path, suffix, start, stop, stop - start, piece)
 
 
 def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:

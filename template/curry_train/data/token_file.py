@@ -36,6 +36,7 @@ TOKENIZER = "tokenizer.json"
 SHARD_TOKENS = 2**31
 VERIFY_LIMIT = 512 * 2**20
 """Corpora up to this many bytes are hashed whenever they are opened; larger ones on request."""
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS = np.dtype("<i8")
 
 
@@ -93,7 +94,7 @@ class TokenStream:
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
         entry = manifest["splits"][split]
-        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        dtype = DTYPES[manifest["dtype"]]
         self.eos_id: int = manifest["tokenizer"]["eos_id"]
         # Plain arrays over the same mapping: slicing a memmap object costs ten times as much.
         self._shards = [
@@ -151,17 +152,8 @@ class Corpus:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """Choose the smallest of uint16 and uint32 that holds every id.
-
-    Raises: DataError for a vocabulary beyond uint32.
-    """
-    for dtype in (np.dtype("<u2"), np.dtype("<u4")):
-        if vocab_size - 1 <= np.iinfo(dtype).max:
-            return dtype
-    raise DataError(
-        f"the tokenizer has {vocab_size} ids, a corpus holds at most {2**32}; "
-        "choose a tokenizer with fewer"
-    )
+    """Choose the smallest of DTYPES that holds every id."""
+    return DTYPES["uint16" if vocab_size <= 2**16 else "uint32"]
 
 
 def is_corpus(folder: Path) -> bool:
@@ -170,8 +162,8 @@ def is_corpus(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check manifest.json. Raises: DataError."""
-    path = Path(folder) / MANIFEST
+    """Read manifest.json and check its format. Raises: DataError."""
+    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         found = manifest.get("format")
@@ -180,11 +172,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({reason}); prepare the corpus again") from None
     if found != FORMAT:
         raise DataError(f"{path} has format {found!r}, this version reads {FORMAT}; prepare again")
-    needed = ("dtype", "tokenizer", "splits")
-    if missing := [key for key in needed if key not in manifest]:
-        raise DataError(f"{path} lacks {', '.join(missing)}; prepare the corpus again")
-    if manifest["dtype"] not in ("uint16", "uint32"):
-        raise DataError(f"{path} has dtype {manifest['dtype']!r}, not uint16 or uint32")
     return manifest
 
 
@@ -194,7 +181,6 @@ def read_corpus(folder: Path, *, verify: bool | None = None) -> Corpus:
     Sizes are always checked; hashes when `verify` is true, or by default up to VERIFY_LIMIT bytes.
     Raises: DataError naming the first file that is torn or changed.
     """
-    folder = Path(folder)
     manifest = read_manifest(folder)
     try:
         splits = manifest["splits"].values()
@@ -202,27 +188,32 @@ def read_corpus(folder: Path, *, verify: bool | None = None) -> Corpus:
         if verify is None:
             verify = sum(file["bytes"] for file in files) <= VERIFY_LIMIT
         for file in files:
-            path = folder / file["file"]
-            if not path.is_file():
-                raise DataError(f"{path} is missing; prepare the corpus again")
-            if (size := path.stat().st_size) != file["bytes"]:
-                raise DataError(
-                    f"{path} has {size} bytes, not {file['bytes']}; prepare the corpus again"
-                )
-            if verify and _describe(path) != file:
-                raise DataError(f"{path} was changed: its sha256 differs; prepare the corpus again")
+            _check_file(folder / file["file"], file, verify)
+        made = manifest["tokenizer"]["sha256"]
         tokenizer = load_tokenizer(folder / TOKENIZER)
-        if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
+        if tokenizer.sha256 != made:
             raise DataError(
                 f"{folder / TOKENIZER} is not the tokenizer that made this corpus: sha256 "
-                f"{tokenizer.sha256[:12]}, made with {manifest['tokenizer']['sha256'][:12]}; "
-                "restore it or prepare the corpus again"
+                f"{tokenizer.sha256[:12]}, made with {made[:12]}; restore it or prepare again"
             )
         train, val = (TokenStream(folder, manifest, split) for split in ("train", "val"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__} {error}"
         raise DataError(f"{folder / MANIFEST} is damaged ({reason}); prepare again") from None
     return Corpus(folder, manifest, tokenizer, train, val)
+
+
+def _check_file(path: Path, described: dict[str, Any], verify: bool) -> None:
+    """Compare a file with what the manifest remembers of it."""
+    problem = None
+    if not path.is_file():
+        problem = "is missing"
+    elif (size := path.stat().st_size) != described["bytes"]:
+        problem = f"has {size} bytes, not {described['bytes']}"
+    elif verify and _describe(path) != described:
+        problem = "was changed: its sha256 differs"
+    if problem:
+        raise DataError(f"{path} {problem}; prepare the corpus again")
 
 
 def check_tokenizer(corpus: Corpus, data: DataConfig) -> None:

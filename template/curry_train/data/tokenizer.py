@@ -144,20 +144,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     return LibraryTokenizer(library.to_str(), eos_token=END_OF_TEXT)
 
 
-def vocab_size_in_file(path: Path) -> int | None:
-    """Read the number of ids out of a tokenizer.json without the library; None when it cannot."""
-    try:
-        content = _read_json(path)[1]
-        if content.get("type") == "byte":
-            return BYTE_VOCAB_SIZE
-        vocab = content["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
-        ids += [token["id"] for token in content.get("added_tokens") or []]
-        return max(ids) + 1
-    except (DataError, KeyError, TypeError, ValueError):
-        return None
-
-
 def _read_json(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_bytes().decode("utf-8")

@@ -71,29 +71,23 @@ def show_progress(
 ) -> list[Any]:
     """Collect the results of work whose items have these sizes in bytes; say how far it is."""
     terminal = sys.stderr.isatty()
-    start = time.monotonic()
-    due = start + PATIENCE
-    printed = not quiet
-    total, done = sum(sizes), 0
+    start, clear = ("\r", "\033[K") if terminal else ("", "")
+    began = time.monotonic()
+    due = began + PATIENCE
+    total, done = sum(sizes) / 1e6, 0.0
     found: list[Any] = []
-
-    def show(text: str, end: str = "\n") -> None:
-        line = f"\r{text}\033[K" if terminal else text
-        print(line, end=end, file=sys.stderr, flush=True)
-
     for size, result in zip(sizes, results, strict=True):
         found.append(result)
-        done += size
-        now = time.monotonic()
-        if now >= due and len(found) < len(sizes):
-            rate = max(done, 1) / (now - start)
-            text = f"{title}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s"
-            show(f"{text}, {(total - done) / rate:.0f} s left", "" if terminal else "\n")
-            due = now + SECONDS_BETWEEN[terminal]
-            printed = True
-    if printed:
-        seconds = max(time.monotonic() - start, 1e-3)
-        show(f"{title}: {total / 1e6:.1f} MB in {seconds:.1f} s, {total / seconds / 1e6:.1f} MB/s")
+        done += size / 1e6
+        seconds = max(time.monotonic() - began, 1e-3)
+        line = f"{start}{title}: {done:.1f} of {total:.1f} MB, {done / seconds:.1f} MB/s"
+        if began + seconds >= due and done and len(found) < len(sizes):
+            left = (total - done) * seconds / done
+            end = clear if terminal else "\n"
+            print(f"{line}, {left:.0f} s left", end=end, file=sys.stderr, flush=True)
+            due = began + seconds + SECONDS_BETWEEN[terminal]
+    if found and (not quiet or seconds >= PATIENCE):
+        print(f"{line} in {seconds:.1f} s{clear}", file=sys.stderr, flush=True)
     return found
 
 
