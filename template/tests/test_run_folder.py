@@ -82,7 +82,7 @@ def stopped_run(config: Config, status: str | None = "preempted", step: int = 5)
     if step:
         save(run, config, step)
     if status is None:
-        run._writer._lease.release()
+        run._out.lease.close()
     else:
         run.finish(status)
     return run
@@ -170,14 +170,14 @@ def test_rows_carry_step_attempt_tokens_and_time(tmp_path):
 
 def test_logging_never_raises_and_counts_what_was_lost(tmp_path):
     run = start(setup(tmp_path))
-    os.close(run._writer._metrics._descriptor)
+    os.close(run._out.metrics._descriptor)
     with pytest.warns(UserWarning, match="metrics.jsonl: a line was not written") as seen:
         for step in (1, 2, 3):
             run.log(step, {"loss": 1.0})
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run._writer._metrics.sync = run._writer._metrics.close = lambda: None
+        run._out.metrics.close = lambda: None
         run.finish("done")
     assert events(run, "end")[0]["dropped"] == 3
 
@@ -311,12 +311,12 @@ def test_the_lease_ends_with_its_process_however_it_dies(tmp_path):
     assert live_writer(tmp_path) is None
     lease = Lease(tmp_path)
     assert live_writer(tmp_path) == f"process {os.getpid()} on host {socket.gethostname()}"
-    lease.release()
+    lease.close()
     assert live_writer(tmp_path) is None
 
 
 def test_looking_for_a_writer_takes_the_lease_from_nobody(tmp_path):
-    Lease(tmp_path).release()
+    Lease(tmp_path).close()
     stop = threading.Event()
 
     def look() -> None:
@@ -328,7 +328,7 @@ def test_looking_for_a_writer_takes_the_lease_from_nobody(tmp_path):
     looker.start()
     try:
         for _ in range(20):
-            Lease(tmp_path).release()
+            Lease(tmp_path).close()
     finally:
         stop.set()
         looker.join()
@@ -340,7 +340,7 @@ def test_a_damaged_lease_holds_nobody_up_and_the_lock_still_counts(tmp_path, con
     lease = Lease(tmp_path)
     (tmp_path / "lease.json").write_text(content)
     assert "being written by another process" in refusal(Lease, tmp_path)
-    lease.release()
+    lease.close()
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
@@ -349,7 +349,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match=r"has no locks \(No locks available\)"):
-        Lease(tmp_path).release()
+        Lease(tmp_path).close()
 
 
 RACE = """

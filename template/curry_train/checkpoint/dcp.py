@@ -81,8 +81,7 @@ def save(
     rank_tensors: this rank's own, such as random states. meta: goes into the manifest.
     keep: newest complete checkpoints that stay, this one included; 0 keeps all.
 
-    Group: world; two rounds through rank 0. Raises: CheckpointError on every rank; older checkpoints
-    stay valid.
+    Group: world; two rounds through rank 0. Raises: CheckpointError on every rank.
     """
     final = Path(root) / folder_name(step)
     listed = [{"name": name, "bytes": 0, "sha256": "0" * 64} for name in files]

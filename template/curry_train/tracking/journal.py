@@ -50,10 +50,7 @@ class JsonLines:
             os.ftruncate(self._descriptor, size - written)
             raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
         if sync:
-            self.sync()
-
-    def sync(self) -> None:
-        os.fsync(self._descriptor)
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -63,7 +60,7 @@ class Journal:
     """The writer of journal.jsonl; rank 0 has one."""
 
     def __init__(self, path: Path, *, run: str) -> None:
-        self._lines = JsonLines(path)
+        self._lines, self.path = JsonLines(path), path
         self.torn_tail = self._lines.torn_tail
         earlier = read_journal(path)
         self._run = run

@@ -20,7 +20,7 @@ LEASE = "lease.json"
 
 
 class Lease:
-    """The right to write a run folder, from construction to release.
+    """The right to write a run folder, until it is closed.
 
     Raises: ConfigError naming the live writer.
     """
@@ -44,7 +44,7 @@ class Lease:
         mine = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
         os.pwrite(self._descriptor, mine.encode(), 0)
 
-    def release(self) -> None:
+    def close(self) -> None:
         os.close(self._descriptor)
 
 

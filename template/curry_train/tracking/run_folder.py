@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +53,28 @@ PROJECT = Path(__file__).resolve().parents[2]
 """The folder that holds curry_train."""
 
 
+@dataclass
+class Outputs:
+    """What rank 0 holds open of its run folder, and how far the run has come."""
+
+    folder: Path
+    lease: Lease
+    journal: Journal
+    metrics: JsonLines
+    trackers: Trackers
+    step: int
+    tokens: int
+    dropped: int = 0
+
+
 class Run:
     """An open run. Other ranks than 0 have the same methods, which write nothing there."""
 
-    def __init__(self, folder: Path, attempt: int, resume: Resume, writer: Writer | None) -> None:
+    def __init__(self, folder: Path, attempt: int, resume: Resume, out: Outputs | None) -> None:
         self.dir, self.attempt = folder, attempt
         self.parent, self.checkpoint = resume.parent, resume.checkpoint
         self.message = resume.message
-        self._writer = writer
+        self._out = out
 
     @staticmethod
     def open(
@@ -77,13 +92,14 @@ class Run:
         Group: world; two gathers. Raises: ConfigError on every rank.
         """
         hosts = sorted(set(_gather(mesh, socket.gethostname())))
-        writer, folder, attempt, problems = None, Path(), 0, []
+        out, folder, attempt, problems = None, Path(), 0, []
         if mesh.rank == 0:
             try:
                 resume = resume or find_resume(config, data_hash)
                 facts = {"world": mesh.world, "mesh": dict(mesh.sizes), "hosts": hosts}
-                writer = Writer(config, resume, argv, data_hash, facts, project)
-                folder, attempt = writer.folder, writer.journal.attempt
+                facts |= {"data_hash": data_hash, "resume_hash": resume_hash(config, data_hash)}
+                out = _start(config, resume, argv, facts, project)
+                folder, attempt = out.folder, out.journal.attempt
             except ConfigError as error:
                 problems = error.problems
             except OSError as error:
@@ -93,15 +109,25 @@ class Run:
         folder, attempt, resume, problems = _gather(mesh, mine)[0]
         if problems:
             raise ConfigError(problems)
-        run = Run(folder, attempt, resume or Resume(), writer)
-        if writer is not None and run.message:
+        run = Run(folder, attempt, resume or Resume(), out)
+        if out is not None and run.message:
             print(run.message, flush=True)
         return run
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl and mirror it to the trackers; never raises."""
-        if self._writer is not None:
-            self._writer.log(step, row)
+        out = self._out
+        if out is None:
+            return
+        out.step, out.tokens = step, row.get("tokens", out.tokens)
+        head = {"step": step, "attempt": self.attempt}
+        full = {**head, "tokens": None, "time": time.time(), **row, **head}
+        try:
+            full = plain({key: value for key, value in full.items() if value is not None})
+            out.metrics.append(full)
+        except Exception as error:
+            self._drop(out, METRICS, error)
+        out.trackers.call("log", step, full)
 
     def event(
         self, ev: str, *, step: int | None = None, tokens: int | None = None, **fields: Any
@@ -111,22 +137,45 @@ class Run:
         A disk that refuses costs the event, with one warning. Raises: ValueError for an event or
         a field that the journal does not allow.
         """
-        if self._writer is not None:
-            self._writer.event(ev, step, tokens, **fields)
+        out = self._out
+        if out is None:
+            return
+        out.step = out.step if step is None else step
+        out.tokens = out.tokens if tokens is None else tokens
+        try:
+            out.journal.event(ev, step=step, tokens=tokens, **fields)
+        except OSError as error:
+            self._drop(out, JOURNAL, error)
 
     def sample(self, step: int, text: str) -> None:
         """Keep a generated text in the journal and show it in the trackers."""
-        if self._writer is not None:
-            self._writer.event("note", step, sample=text)
-            self._writer.trackers.call("text", "sample", text, step)
+        self.event("note", step=step, sample=text)
+        if self._out is not None:
+            self._out.trackers.call("text", "sample", text, step)
 
     def finish(self, status: str, reason: str | None = None, code: int = 0) -> None:
         """Journal the end, close the trackers and give up the lease; a second call does nothing."""
         if status not in END_STATUS:
             raise ValueError(f"status {status!r} is unknown; allowed: {', '.join(END_STATUS)}")
-        if self._writer is not None:
-            self._writer.finish(status=status, reason=reason, code=code)
-            self._writer = None
+        out = self._out
+        if out is None:
+            return
+        out.trackers.call("finish")
+        dropped = {"dropped": out.dropped, "tracker_dropped": out.trackers.dropped}
+        ending = {"status": status, "reason": reason, "code": code, **dropped}
+        self.event("end", step=out.step, tokens=out.tokens, **ending)
+        for opened in (out.metrics, out.journal, out.lease):
+            opened.close()
+        self._out = None
+
+    def _drop(self, out: Outputs, name: str, error: Exception) -> None:
+        out.dropped += 1
+        if out.dropped == 1:
+            warnings.warn(
+                f"{self.dir / name}: a line was not written ({error}); training goes on, "
+                "further losses are only counted",
+                stacklevel=3,
+            )
 
     def fail(
         self,
@@ -174,81 +223,28 @@ class Run:
             return None
 
 
-class Writer:
-    """Rank 0's side of a run: everything that touches the disk."""
-
-    def __init__(
-        self,
-        config: Config,
-        resume: Resume,
-        argv: Sequence[str],
-        data_hash: str,
-        facts: Mapping[str, Any],
-        project: Path,
-    ) -> None:
-        self.folder = _make_folder(config, resume)
-        self._dropped, self._step, self._tokens = 0, 0, 0
-        self._lease = Lease(self.folder)
-        try:
-            before = read_config(self.folder)
-            self.journal = Journal(self.folder / JOURNAL, run=self.folder.resolve().name)
-            self._metrics = JsonLines(self.folder / METRICS)
-            packages = self._write_files(config, argv, project)
-            self._start(config, resume, argv, data_hash, facts, project, packages)
-        except BaseException:
-            self._lease.release()
-            raise
-        changes = changed_keys(before, read_config(self.folder)) if before else {}
-        changes.pop("run.resume", None)  # what continued the run, not what it is
-        if changes:
-            self.event("config_change", self._step, changes=changes)
-        self.trackers = Trackers(config.tracking, self.folder)
-        self.trackers.call("start", _scrubbed(to_dict(config)), self._step + 1)
-
-    def _write_files(self, config: Config, argv: Sequence[str], project: Path) -> str:
-        """Write the files that describe the run; return the list of packages."""
-        import yaml
-
-        packages, diff = provenance.packages(), provenance.code_diff(project)
-        tree = _scrubbed(to_dict(config))
-        files = {
-            "config.yaml": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True),
-            "overrides.txt": "".join(f"{word}\n" for word in scrub.scrub_argv(argv)),
-            "environment.txt": packages,
-            "code.diff": None if diff is None else scrub.scrub_urls(diff),
-            FAILURE: None,
-        }
-        (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
-        for name, content in files.items():
-            path = self.folder / name
-            if path.exists() and path.read_text(encoding="utf-8") != content:
-                older = f"{path.stem}.attempt-{self.journal.attempt - 1}{path.suffix}"
-                os.replace(path, path.with_name(older))
-            if content is not None:
-                _write(path, content)
-        return packages
-
-    def _start(
-        self,
-        config: Config,
-        resume: Resume,
-        argv: Sequence[str],
-        data_hash: str,
-        facts: Mapping[str, Any],
-        project: Path,
-        packages: str,
-    ) -> None:
-        """Write the events that open this attempt."""
+def _start(
+    config: Config,
+    resume: Resume,
+    argv: Sequence[str],
+    facts: Mapping[str, Any],
+    project: Path,
+) -> Outputs:
+    """Take the folder, write the files that describe the run and journal how it begins."""
+    folder = _make_folder(config, resume)
+    lease = Lease(folder)
+    try:
+        before = read_config(folder)
+        journal = Journal(folder / JOURNAL, run=folder.resolve().name)
+        metrics = JsonLines(folder / METRICS)
+        packages = _write_files(folder, journal.attempt, config, argv, project)
         source = {} if resume.checkpoint is None else read_manifest(resume.checkpoint)
-        self._step, self._tokens = source.get("step", 0), source.get("tokens", 0)
-        self.journal.event(
+        at = {"step": source.get("step", 0), "tokens": source.get("tokens", 0)}
+        journal.event(
             "start",
-            step=self._step,
-            tokens=self._tokens,
+            **at,
             argv=scrub.scrub_argv(argv),
             config_hash=config_hash(config),
-            resume_hash=resume_hash(config, data_hash),
-            data_hash=data_hash,
             **provenance.git_state(project),
             **facts,
             seeds={"seed": config.seed},
@@ -256,62 +252,55 @@ class Writer:
             packages_hash=hashlib.sha256(packages.encode()).hexdigest(),
             parent=resume.parent,
         )
-        for name, torn in ((JOURNAL, self.journal.torn_tail), (METRICS, self._metrics.torn_tail)):
-            if torn:
-                self.journal.event("note", torn_tail={"file": name, "bytes": torn})
+        for lines in (journal, metrics):
+            if lines.torn_tail:
+                journal.event("note", torn_tail={"file": lines.path.name, "bytes": lines.torn_tail})
+        changes = changed_keys(before, read_config(folder)) if before else {}
+        changes.pop("run.resume", None)  # what continued the run, not what it is
+        if changes:
+            journal.event("config_change", step=at["step"], changes=changes)
         if resume.checkpoint is not None:
-            self.journal.event(
+            journal.event(
                 "resume",
-                step=self._step,
-                tokens=self._tokens,
+                **at,
                 checkpoint=str(resume.checkpoint),
-                from_attempt=self.journal.attempt - 1 or None,
+                from_attempt=journal.attempt - 1 or None,
                 samples_consumed=source.get("samples_consumed"),
                 old_mesh=source.get("mesh"),
                 mesh=facts["mesh"],
             )
+    except BaseException:
+        lease.close()
+        raise
+    trackers = Trackers(config.tracking, folder)
+    trackers.call("start", _scrubbed(to_dict(config)), at["step"] + 1)
+    return Outputs(folder, lease, journal, metrics, trackers, **at)
 
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        self._step, self._tokens = step, row.get("tokens", self._tokens)
-        head = {"step": step, "attempt": self.journal.attempt}
-        full = {**head, "tokens": None, "time": time.time(), **row, **head}
-        try:
-            full = plain({key: value for key, value in full.items() if value is not None})
-            self._metrics.append(full)
-        except Exception as error:
-            self._drop(METRICS, error)
-        self.trackers.call("log", step, full)
 
-    def event(
-        self, ev: str, step: int | None = None, tokens: int | None = None, **fields: Any
-    ) -> None:
-        self._step = self._step if step is None else step
-        self._tokens = self._tokens if tokens is None else tokens
-        try:
-            self.journal.event(ev, step=step, tokens=tokens, **fields)
-        except OSError as error:
-            self._drop(JOURNAL, error)
+def _write_files(
+    folder: Path, attempt: int, config: Config, argv: Sequence[str], project: Path
+) -> str:
+    """Write the files that describe the run; return the list of packages."""
+    import yaml
 
-    def finish(self, **ending: Any) -> None:
-        self.trackers.call("finish")
-        dropped = {"dropped": self._dropped, "tracker_dropped": self.trackers.dropped}
-        self.event("end", self._step, self._tokens, **ending, **dropped)
-        try:
-            self._metrics.sync()
-        except OSError as error:
-            self._drop(METRICS, error)
-        for opened in (self._metrics, self.journal):
-            opened.close()
-        self._lease.release()
-
-    def _drop(self, name: str, error: Exception) -> None:
-        self._dropped += 1
-        if self._dropped == 1:
-            warnings.warn(
-                f"{self.folder / name}: a line was not written ({error}); training goes on, "
-                "further losses are only counted",
-                stacklevel=4,
-            )
+    packages, diff = provenance.packages(), provenance.code_diff(project)
+    tree = _scrubbed(to_dict(config))
+    files = {
+        "config.yaml": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True),
+        "overrides.txt": "".join(f"{word}\n" for word in scrub.scrub_argv(argv)),
+        "environment.txt": packages,
+        "code.diff": None if diff is None else scrub.scrub_urls(diff),
+        FAILURE: None,
+    }
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        if path.exists() and path.read_text(encoding="utf-8") != content:
+            older = f"{path.stem}.attempt-{attempt - 1}{path.suffix}"
+            os.replace(path, path.with_name(older))
+        if content is not None:
+            _write(path, content)
+    return packages
 
 
 def _make_folder(config: Config, resume: Resume) -> Path:
