@@ -223,7 +223,7 @@ def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
         import pyarrow
 
         stream = pyarrow.input_stream(piece.path, compression="zstd")
-        file = io.BufferedReader(stream, 2**20)  # type: ignore[arg-type]
+        file = io.BufferedReader(stream, 2**20)
     else:
         file = piece.path.open("rb")
     with file:

@@ -116,7 +116,7 @@ class TokenStream:
     def window(self, start: int, length: int) -> np.ndarray:
         """Return `length` positions from `start` as int64; fewer at the end of the stream."""
         stop = min(start + length, self._starts[-1])
-        found = [np.empty(0, dtype=np.int64)]
+        found: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
         shard = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             found.append(self._shards[shard][start - self._starts[shard] :][: stop - start])
