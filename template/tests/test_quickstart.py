@@ -1,7 +1,10 @@
 """What the quickstart learns needs context: the same model that sees two tokens stays far behind.
 
-The quickstart itself is trained by the bundle's test of `init.py --train` (val/loss below 1.75).
+At half its steps the quickstart itself is below the bound, at the end far below (1.84 and 1.68);
+where the bundle trains it, through `init.py --train`, that is tested.
 """
+
+import os
 
 import pytest
 
@@ -10,12 +13,13 @@ from curry_train.runtime import build_runtime
 from curry_train.step import train_step
 
 LIMITED_ABOVE = 1.9
+STEPS = 1000 if os.environ.get("CURRY_TRAIN_FULL") else 500
 
 
 @pytest.mark.slow
 def test_the_quickstart_model_limited_to_two_tokens_stays_above_its_bound():
-    runtime = build_runtime()
-    assert runtime.config.model.num_experts == 4 and runtime.config.run.max_steps == 1000
+    runtime = build_runtime([f"run.max_steps={STEPS}"])
+    assert runtime.config.model.num_experts == 4 and runtime.config.model.num_hidden_layers == 4
     for index, block in enumerate(runtime.model.layers.values()):
         block.self_attn.window = 2 if index == 0 else 1
     for _ in range(runtime.config.run.max_steps):

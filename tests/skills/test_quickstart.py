@@ -13,6 +13,7 @@ INIT = ROOT / "skills" / "start-project" / "scripts" / "init.py"
 pytestmark = pytest.mark.slow
 CPU_SECONDS = 240
 VAL_LOSS = 1.75
+LIMITED_ABOVE = 1.9  # as in template/tests/test_quickstart.py
 EPOCHS = 3
 
 
@@ -42,6 +43,8 @@ def test_the_quickstart_learns_within_its_budget(quickstart):
     (prepared,) = (project / ".cache" / "data").glob("*/manifest.json")
     tokens = json.loads(prepared.read_text())["splits"]["train"]["tokens"]
     assert rows[-1]["tokens"] <= EPOCHS * tokens
+    halfway = next(row["val/loss"] for row in rows if row["step"] == 500)
+    assert halfway < LIMITED_ABOVE, "the model limited to two tokens does not get there"
     assert rows[-1]["val/loss"] == result["val_loss"] and rows[-1]["val/bpb"] == result["val_bpb"]
     print(f"val/loss {result['val_loss']:.4f}, {seconds:.0f} CPU seconds")
 
