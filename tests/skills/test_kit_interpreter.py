@@ -27,43 +27,67 @@ def bare(tmp_path_factory):
 
 def environment_with_torch(root):
     """Give a folder a bin/python that is this one."""
+    return write_python(root, f'exec "{sys.executable}" "$@"')
+
+
+def environment_with_sign(root, bare):
+    """Give a folder a bin/python whose torch raises with the folder's name: it was chosen."""
+    module = root / "site" / "torch" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(f"raise ImportError('the torch of {root}')\n")
+    return write_python(root, f'PYTHONPATH="{root / "site"}" exec "{bare}" "$@"')
+
+
+def write_python(root, line):
     python = root / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.write_text(f"#!/bin/sh\n{line}\n")
     python.chmod(0o755)
     return python
 
 
-@pytest.mark.parametrize("place", [".venv", "VIRTUAL_ENV", "CONDA_PREFIX"])
-def test_a_python_without_torch_goes_on_with_one_that_has_it(place, bare, tmp_path):
-    root = tmp_path / (".venv" if place == ".venv" else "somewhere")
-    found = environment_with_torch(root)
-    changes = {} if place == ".venv" else {place: str(root)}
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare, **changes)
+def went_on_with(done, python):
+    """Tell whether a run said that it goes on with a python of environment_with_sign and did."""
+    said = done.stderr.splitlines()[0] == f"python: going on with {python}"
+    return said and f"raised ImportError: the torch of {python.parents[1]}" in done.stderr
+
+
+def test_a_python_without_torch_goes_on_with_one_that_has_it(bare, tmp_path):
+    found = environment_with_torch(tmp_path / ".venv")
+    done = processes.run_fresh(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == f"python: going on with {found}"
     assert f"python: {sys.executable}, torch " in done.stderr
 
 
+@pytest.mark.parametrize("place", [".venv", "VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_the_project_and_the_active_environments_are_looked_at(place, bare, tmp_path):
+    root = tmp_path / (".venv" if place == ".venv" else "somewhere")
+    found = environment_with_sign(root, bare)
+    changes = {} if place == ".venv" else {place: str(root)}
+    done = processes.run_fresh(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare, **changes)
+    assert went_on_with(done, found), done.stderr
+
+
 def test_an_environment_without_torch_is_passed_over(bare, tmp_path):
     (tmp_path / ".venv").symlink_to(bare.parent.parent)
-    found = environment_with_torch(tmp_path / "conda")
+    found = environment_with_sign(tmp_path / "conda", bare)
     words = {"CONDA_PREFIX": str(tmp_path / "conda")}
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare, **words)
-    assert done.returncode == 0 and f"going on with {found}" in done.stderr
+    done = processes.run_fresh(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare, **words)
+    assert went_on_with(done, found), done.stderr
 
 
 def test_the_target_folders_environment_counts_too(bare, tmp_path):
     folder = tmp_path / "theirs"
-    found = environment_with_torch(folder / ".venv")
+    found = environment_with_sign(folder / ".venv", bare)
     shutil.copy(processes.TARGETS / "mlp_regression.py", folder / "mlp.py")
     words = ["--check", f"{EXAMPLE_CHECK}:check_gradients", "--target", "theirs/mlp.py:build"]
-    done = processes.run(CUSTOM_CHECK, *words, cwd=tmp_path, python=bare)
-    assert done.returncode == 0 and f"going on with {found}" in done.stderr
+    done = processes.run_fresh(CUSTOM_CHECK, *words, cwd=tmp_path, python=bare)
+    assert went_on_with(done, found), done.stderr
 
 
 def test_no_python_with_torch_is_one_line_and_exit_2(bare, tmp_path):
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare)
+    done = processes.run_fresh(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: no python with torch (tried ") and "set --python PY" in line
@@ -75,16 +99,18 @@ def test_a_python_that_only_pretends_ends_after_one_try(bare, tmp_path):
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec "{bare}" "$@"\n')
     python.chmod(0o755)
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare)
+    done = processes.run_fresh(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare)
     assert done.returncode == 2 and done.stderr.count("going on with") == 1
     assert "no python with torch" in done.stderr
 
 
 def test_the_python_flag_decides(bare, tmp_path):
-    wanted = environment_with_torch(tmp_path / "chosen")
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, "--python", wanted, cwd=tmp_path, python=bare)
-    assert done.returncode == 0 and f"going on with {wanted}" in done.stderr
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, "--python", bare, cwd=tmp_path)
+    wanted = environment_with_sign(tmp_path / "chosen", bare)
+    environment_with_torch(tmp_path / ".venv")
+    words = [*GRADIENTS, "--python", wanted]
+    done = processes.run_fresh(CUSTOM_CHECK, *words, cwd=tmp_path, python=bare)
+    assert went_on_with(done, wanted), done.stderr
+    done = processes.run_fresh(CUSTOM_CHECK, *GRADIENTS, "--python", bare, cwd=tmp_path)
     assert done.returncode == 2 and f"--python {bare} lacks one of torch" in done.stderr
     done = processes.run(CUSTOM_CHECK, *GRADIENTS, "--python", "no-such", cwd=tmp_path)
     assert done.returncode == 2 and "--python no-such is no executable" in done.stderr
@@ -95,7 +121,7 @@ def test_a_folder_named_torch_is_not_torch(bare, tmp_path):
     assert not interpreter.has_modules(bare, ["torch"])
     assert interpreter.has_modules(bare, ["json"])
     assert not interpreter.has_modules(tmp_path / "gone", ["json"])
-    done = processes.run(
+    done = processes.run_fresh(
         CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=bare, PYTHONPATH=str(tmp_path)
     )
     assert done.returncode == 2 and "no python with torch" in done.stderr
@@ -121,7 +147,7 @@ print("LOADED", [m for m in ("torch", "numpy", "scipy", "matplotlib") if m in sy
 @pytest.mark.parametrize("script", [CUSTOM_CHECK, BENCHMARK_STEP], ids=lambda path: path.stem)
 def test_help_answers_at_once_without_torch(script, bare, tmp_path):
     started = time.time()
-    done = processes.run(script, "--help", cwd=tmp_path, python=bare)
+    done = processes.run_fresh(script, "--help", cwd=tmp_path, python=bare)
     assert done.returncode == 0 and time.time() - started < 10
     flags = ["project", "target", "set", "seed", "device", "out", "json", "detach", "python"]
     assert all(f"--{flag} " in done.stdout for flag in flags)
@@ -142,7 +168,7 @@ def test_a_skill_folder_copied_alone_says_what_is_missing(skill, tmp_path):
         shutil.rmtree(folder / "scripts" / "kit")
     script = folder / "scripts" / f"{skill.replace('-', '_')}.py"
     for words in ([], ["--help"], ["status"]):
-        done = processes.run(script, *words, cwd=tmp_path)
+        done = processes.run_fresh(script, *words, cwd=tmp_path)
         (line,) = done.stderr.splitlines()
         assert done.returncode == 2 and "kit, which is missing; install the whole" in line
 

@@ -40,14 +40,27 @@ def detach(tmp_path):
         done = processes.run(
             CUSTOM_CHECK, "--check", spec, "--target", MLP, "--detach", *words, cwd=tmp_path
         )
-        state = tmp_path.glob("runs/checks/custom-check/*/state.json")
-        pids.extend(json.loads(path.read_text())["pid"] for path in state)
+        pids.extend(json.loads(path.read_text())["pid"] for path in tmp_path.rglob("state.json"))
         return done
 
     yield start
     (tmp_path / "go").touch()
     for pid in pids:
         until(lambda pid=pid: not alive(pid))
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A run in the folder `here`, not detached, whose check waits until it may go on."""
+    (tmp_path / "checks.py").write_text(CHECKS)
+    process = processes.start(
+        CUSTOM_CHECK, "--check", "checks.py:waits", "--target", MLP, "--out", "here",
+        cwd=tmp_path, output=[tmp_path / "stdout", tmp_path / "stderr"],
+    )  # fmt: skip
+    until((tmp_path / "began").exists)
+    yield process
+    (tmp_path / "go").touch()
+    process.join(60)
 
 
 def alive(pid):
@@ -93,12 +106,11 @@ def test_a_detached_run_is_followed_to_its_end(detach, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_is_recognised(number, detach, tmp_path):
-    detach("waits", "--out", "here")
-    until((tmp_path / "began").exists)
+def test_a_killed_run_is_recognised(number, waiting, tmp_path):
     pid = json.loads((tmp_path / "here" / "state.json").read_text())["pid"]
+    assert pid == waiting.pid
     os.kill(pid, number)
-    until(lambda: not alive(pid))
+    waiting.join(60)
     status = ask("status", tmp_path, "--out", "here")
     assert status.returncode == 0 and status.stdout.startswith("killed: custom-check")
     assert f"process {pid} is gone and left no exit code" in status.stdout
@@ -108,16 +120,22 @@ def test_a_killed_run_is_recognised(number, detach, tmp_path):
 def test_the_run_survives_the_end_of_the_shell_that_started_it(tmp_path):
     (tmp_path / "checks.py").write_text(CHECKS)
     words = [sys.executable, str(CUSTOM_CHECK), "--check", "checks.py:waits", "--target", MLP]
-    shell = subprocess.Popen(
-        ["sh", "-c", '"$@" --detach --out here; sleep 60', "sh", *words],
-        cwd=tmp_path,
-        env=processes.environment(),
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with open(tmp_path / "answer.json", "w") as answer:
+        shell = subprocess.Popen(
+            ["sh", "-c", '"$@" --detach --json --out here; sleep 60', "sh", *words],
+            cwd=tmp_path,
+            env=processes.environment(),
+            stdout=answer,
+            start_new_session=True,
+        )
     until((tmp_path / "began").exists)
+    until(lambda: (tmp_path / "answer.json").read_text().endswith("}\n"))
     os.killpg(shell.pid, signal.SIGKILL)  # what a terminal or an agent does with its process group
     shell.wait()
+    state = json.loads((tmp_path / "here" / "state.json").read_text())
+    started = {"skill": "custom-check", "status": "running", "pid": state["pid"]}
+    answered = json.loads((tmp_path / "answer.json").read_text())
+    assert answered == {**started, "out": str(tmp_path / "here")}
     assert ask("status", tmp_path, "--out", "here").stdout.startswith("running: ")
     (tmp_path / "go").touch()
     assert ask("wait", tmp_path, "--out", "here").returncode == 1
@@ -137,20 +155,12 @@ def test_bad_flags_are_told_at_once_and_nothing_is_started(detach, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_detached_start_answers_in_json(detach, tmp_path):
-    done = detach("waits", "--json", "--out", "here")
-    answer = json.loads(done.stdout)
-    assert answer["status"] == "running" and answer["out"] == str(tmp_path / "here")
-    (tmp_path / "go").touch()
-    assert ask("wait", tmp_path, "--out", "here").returncode == 1
-
-
-def test_two_runs_cannot_share_a_folder(detach, tmp_path):
-    detach("waits", "--out", "here")
+def test_two_runs_cannot_share_a_folder(waiting, tmp_path):
     second = processes.run(
         CUSTOM_CHECK, "--check", "checks.py:waits", "--target", MLP, "--out", "here", cwd=tmp_path
     )
     assert second.returncode == 2 and "is in use by another run" in second.stderr
+    assert waiting.is_alive()
 
 
 @pytest.mark.parametrize("verb", ["status", "wait"])
