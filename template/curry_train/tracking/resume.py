@@ -72,8 +72,8 @@ def find_resume(config: Config, data_hash: str, *, env: Mapping[str, str] | None
     fixed = Path(env[FIXED_FOLDER]) if env.get(FIXED_FOLDER) else None
     if config.run.resume == "auto":
         return _auto(config, data_hash, fixed)
-    path, checkpoint = Path(config.run.resume), None
-    if config.run.resume != "never" and not (path / MANIFEST).exists():
+    path, never = Path(config.run.resume), config.run.resume == "never"
+    if not never and not (path / MANIFEST).exists():
         return _folder(config, data_hash, path, fixed)
     if fixed is not None and (fixed / JOURNAL).exists():
         raise ConfigError(
@@ -82,11 +82,11 @@ def find_resume(config: Config, data_hash: str, *, env: Mapping[str, str] | None
                 "it, or choose a new folder"
             ]
         )
-    if config.run.resume == "never":
+    if never:
         return Resume(fixed)
-    checkpoint, parent = path, "/".join(path.resolve().parts[-3:])
-    _refuse_misfits(config, data_hash, checkpoint)
-    return Resume(fixed, checkpoint, parent, f"new run from {parent}")
+    _refuse_misfits(config, data_hash, path)
+    parent = "/".join(path.resolve().parts[-3:])
+    return Resume(fixed, path, parent, f"new run from {parent}")
 
 
 def _auto(config: Config, data_hash: str, fixed: Path | None) -> Resume:
@@ -106,6 +106,7 @@ def _auto(config: Config, data_hash: str, fixed: Path | None) -> Resume:
 
 
 def _folder(config: Config, data_hash: str, path: Path, fixed: Path | None) -> Resume:
+    """Continue a run folder that run.resume names, even one that is done."""
     checkpoint, problem = latest(path / CHECKPOINTS), None
     if not (path / JOURNAL).exists():
         problem = (
@@ -114,14 +115,16 @@ def _folder(config: Config, data_hash: str, path: Path, fixed: Path | None) -> R
         )
     elif fixed is not None and fixed.resolve() != path.resolve():
         problem = f"differs from {FIXED_FOLDER}={fixed}; set one of them only"
-    if problem is None and checkpoint is not None:
-        _refuse_misfits(config, data_hash, checkpoint)
-        return _continue(path, checkpoint)
-    problem = problem or "holds no complete checkpoint; start with never"
-    raise ConfigError([f"run.resume={path} {problem}"])
+    elif checkpoint is None:
+        problem = "holds no complete checkpoint; start with never"
+    if problem or checkpoint is None:
+        raise ConfigError([f"run.resume={path} {problem}"])
+    _refuse_misfits(config, data_hash, checkpoint)
+    return _continue(path, checkpoint)
 
 
 def _continue(folder: Path, checkpoint: Path | None) -> Resume:
+    """Go on in a folder; whether somebody still writes it shows when its lease is taken."""
     parent = next((start.get("parent") for start in _starts(folder)), None)
     where = checkpoint.name if checkpoint else "step 0: no complete checkpoint yet"
     return Resume(folder, checkpoint, parent, f"continuing {folder.name} from {where}")
