@@ -248,6 +248,8 @@ def test_without_verification_a_damaged_header_is_still_an_error(tmp_path):
         ({"data_hash": None}, "key data_hash is None, expected str"),
         ({"files": [{"name": "../up", "bytes": 1, "sha256": "0" * 64}]}, "key files holds"),
         ({"files": [{"name": "a", "bytes": 1, "sha256": "xyz"}]}, "key files holds"),
+        ({"files": [{"name": 7, "bytes": 1, "sha256": "0" * 64}]}, "key files holds"),
+        ({"tensors": {"w": {"dtype": [], "shape": [1], "chunks": []}}}, "expected dtype, shape"),
         ({"tensors": {"w": {"dtype": "object", "shape": [1], "chunks": []}}}, "dtype 'object'"),
         ({"tensors": {"w": {"dtype": "int8", "shape": [-1], "chunks": []}}}, "shape [-1]"),
         ({"tensors": {"w": {"dtype": "int8", "shape": [2], "chunks": []}}}, "chunks hold 0"),

@@ -104,7 +104,7 @@ def manifest_problems(manifest: Any) -> Iterator[str]:
         if manifest.get("sha256", "") not in ("", manifest_sha256(manifest)):
             yield "key sha256 does not fit the content: the manifest was damaged or edited"
             return
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         yield f"is not plain JSON: {error}"
         return
     for key, kind in _FIELDS.items():
@@ -130,7 +130,8 @@ def manifest_problems(manifest: Any) -> Iterator[str]:
 def _is_file_entry(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
-        and _FILE_NAME.fullmatch(str(entry.get("name"))) is not None
+        and isinstance(entry.get("name"), str)
+        and _FILE_NAME.fullmatch(entry["name"]) is not None
         and _is_count(entry.get("bytes"))
         and _SHA256.fullmatch(str(entry.get("sha256"))) is not None
     )
