@@ -78,12 +78,23 @@ def schema(root: Path) -> dict[str, str]:
     """Return every configuration key, dotted, with its annotation, read from config.py."""
     tree = ast.parse((root / "template/curry_train/config.py").read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    bounded = {}  # Count = Annotated[int, ...] stands for int here
+    for node in tree.body:
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Subscript(
+                    value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, _])
+                ),
+            ):
+                bounded[name] = ast.unparse(kind)
     keys: dict[str, str] = {}
 
     def visit(name: str, prefix: str) -> None:
         for node in classes[name].body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 hint = ast.unparse(node.annotation)
+                hint = " | ".join(bounded.get(kind, kind) for kind in hint.split(" | "))
                 keys[prefix + node.target.id] = hint
                 if hint in classes:
                     visit(hint, f"{prefix}{node.target.id}.")
@@ -406,7 +417,8 @@ def _fits(value: str, hint: str) -> bool:
         "bool": r"true|false",
         "None": r"null",
     }
-    return "str" in kinds or any(
+    choices = {word for kind in kinds for word in re.findall(r"'([^']+)'", kind)}
+    return bool({"str"} & kinds or {value} & choices) or any(
         re.fullmatch(patterns[kind], value) for kind in kinds if kind in patterns
     )
 
