@@ -85,8 +85,13 @@ def test_from_nothing_to_a_trained_model_and_on_to_another_lock(bundle, tmp_path
 
 def test_a_failed_install_keeps_the_project_and_prints_what_finishes_it(bundle, tmp_path, wheels):
     project = tmp_path / "demo"
+    (project / ".venv").mkdir(parents=True)
+    (project / ".venv" / "pyvenv.cfg").write_text("mine")
     dead = "--retries 0 --index-url http://127.0.0.1:9/simple"
-    done = bundle.run(project, "--train", "--pip-args", dead, code=2, env=QUIET_PIP)
+    flags = ["--force", "--train", "--pip-args", dead]
+    done = bundle.run(project, *flags, code=2, env=QUIET_PIP)
+    (kept,) = (project / ".curry-train.bak").glob("*/.venv/pyvenv.cfg")
+    assert kept.read_text() == "mine", "--force keeps an environment that init did not make"
     assert (project / "train.py").exists() and (project / ".curry-train.json").exists()
     assert not (project / ".venv" / ".complete").exists()
     assert "could not reach its package index" in done.stderr
@@ -101,7 +106,7 @@ def test_a_failed_install_keeps_the_project_and_prints_what_finishes_it(bundle, 
     done = subprocess.run(command, shell=True, env=QUIET_PIP, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "val/loss: 3.2500" in done.stdout
-    assert not (site / "half.py").exists()
+    assert not (site / "half.py").exists() and (project / ".venv" / ".complete").exists()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,7 @@ def test_ctrl_c_during_the_install_ends_at_once_and_says_how_to_go_on(bundle, tm
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_an_environment_of_the_user_is_never_touched(bundle, tmp_path, wheels, kind):
+def test_an_environment_of_the_user_is_never_touched(bundle, tmp_path, kind):
     project = tmp_path / "mine"
     own = project / ".venv"
     (tmp_path / "elsewhere").mkdir()
@@ -166,10 +171,6 @@ def test_an_environment_of_the_user_is_never_touched(bundle, tmp_path, wheels, k
     done = bundle.run(project, "--install", code=2)
     assert ".venv (not made by init)" in done.stderr
     assert os.listdir(own) == ["pyvenv.cfg"]
-    if kind == "folder":
-        bundle.run(project, "--install", "--force", "--pip-args", wheels, env=QUIET_PIP)
-        (kept,) = (project / ".curry-train.bak").glob("*/.venv/pyvenv.cfg")
-        assert kept.read_text() == "mine" and (own / ".complete").exists()
 
 
 def test_a_missing_lock_is_named(bundle, tmp_path):

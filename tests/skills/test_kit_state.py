@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 
 import numpy
 import pytest
@@ -168,16 +166,12 @@ def project(tmp_path_factory):
 
 
 def test_a_project_is_restored_with_its_position_and_counters(project, tmp_path):
-    script = PROJECT_SCRIPT.format(
+    script = tmp_path / "script.py"
+    script.write_text(PROJECT_SCRIPT.format(
         tests=str(ROOT / "tests"), kit=str(processes.KIT_HOME), project=str(project)
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=processes.environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    ))  # fmt: skip
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    done = processes.run(script, cwd=folder)
     assert done.stdout.split() == ["restored", "16"], done.stdout + done.stderr
-    assert not (project / "runs").exists() and not list(tmp_path.iterdir())
+    assert not (project / "runs").exists() and not list(folder.iterdir())

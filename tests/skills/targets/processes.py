@@ -57,7 +57,16 @@ def run_fresh(script: Path, *words: object, cwd: Path, python: object = sys.exec
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch.utils.flop_counter", "scipy.stats", "matplotlib.pyplot", "hydra", "pytest"]
+    [
+        "torch.utils.flop_counter",
+        "torch._dynamo",  # what torch.optim imports when the first optimizer is made
+        "scipy.stats",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.pyplot",
+        "hydra",
+        "tokenizers",
+        "pytest",  # the __main__ that multiprocessing imports anew in a child
+    ]
 )
 
 
@@ -87,8 +96,8 @@ def _be(argv: list[str], cwd: str, variables: dict[str, str], output: list[str])
     """Become `python argv` started in a folder with these variables."""
     for number, path in enumerate(output, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
