@@ -107,6 +107,71 @@ def test_an_empty_folder_is_filled_and_keeps_its_mode(bundle, tmp_path):
     assert (tmp_path / "demo").stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.parametrize("parent", ["closed", "sticky"])
+def test_an_empty_folder_is_filled_where_its_parent_lets_no_one_rename(
+    bundle, tmp_path, monkeypatch, parent
+):
+    outer, folder = tmp_path / "outer", tmp_path / "outer" / "demo"
+    folder.mkdir(parents=True)
+    if parent == "closed":
+        can = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != outer and can(path, mode))
+    else:
+        outer.chmod(0o1777)
+        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    monkeypatch.setattr(init_copy, "BUNDLE", bundle.root)
+    watched = outer.stat().st_mtime_ns
+    assert init_cli.main([str(folder), "--no-install"]) == 0
+    assert tree(folder).items() >= bundle.files().items()
+    assert outer.stat().st_mtime_ns == watched, "nothing was made beside the folder"
+
+
+@pytest.mark.parametrize("flag", ["-I", "-P"])
+def test_an_isolated_python_finds_the_scripts(bundle, tmp_path, flag):
+    command = [sys.executable, flag, bundle.script, tmp_path / "demo", "--no-install"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_printed_command_names_a_python_that_can_run_it(bundle, tmp_path):
+    (tmp_path / "bin").mkdir()
+    wrapper(tmp_path / "bin" / "python3", "exit 9")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done = bundle.run(tmp_path / "demo", "--no-install", env={**os.environ, "PATH": path})
+    assert f"to make it: {sys.executable} {bundle.script}" in done.stdout
+    (tmp_path / "bin" / "python3").unlink()
+    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    done = bundle.run(tmp_path / "more", "--no-install", env={**os.environ, "PATH": path})
+    assert f"to make it: python3 {bundle.script}" in done.stdout
+
+
+def test_what_no_later_call_could_finish_is_refused_before_it_begins(bundle, tmp_path):
+    project = tmp_path / "demo"
+    bundle.run(project, "--no-install")
+    (project / "README.md").write_text("mine\n")
+    (project / ".curry-train.bak").write_text("a file of that name\n")
+    before = tree(project)
+    done = bundle.run(project, "--no-install", "--force", code=2)
+    one_line(done, ".curry-train.bak", "nothing was changed")
+    assert tree(project) == before and not (project / ".curry-train.partial").exists()
+
+
+def test_a_folder_on_another_disk_is_refused_before_anything_changes(bundle, tmp_path):
+    point = mounted(tmp_path, "-t", "tmpfs", "tmpfs")
+    try:
+        (point / "pkg").mkdir()
+        project = tmp_path / "demo"
+        (project / "pkg").mkdir(parents=True)
+        subprocess.run(["mount", "--bind", point / "pkg", project / "pkg"], check=True)
+        try:
+            one_line(bundle.run(project, "--no-install", code=2), "pkg", "another disk")
+            assert os.listdir(project) == ["pkg"] and not os.listdir(project / "pkg")
+        finally:
+            unmount(project / "pkg")
+    finally:
+        unmount(point)
+
+
 def test_an_existing_repository_gets_the_files_beside_its_own(bundle, tmp_path):
     repo = tmp_path / "repo"
     (repo / "pkg").mkdir(parents=True)
@@ -419,7 +484,13 @@ def test_a_python_that_is_none_is_refused(bundle, tmp_path, body):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["x", "--no-such"], ["x", "--install", "--no-install"], ["x", "--install", "--name", "n"]],
+    [
+        [],
+        ["x", "--no-such"],
+        ["x", "--install", "--no-install"],
+        ["x", "--install", "--name", "n"],
+        ["x", "--no-install", "--pip-args"],
+    ],
 )
 def test_bad_usage_ends_with_code_2(bundle, tmp_path, arguments):
     bundle.run(*arguments, cwd=tmp_path, code=2)

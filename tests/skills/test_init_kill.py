@@ -186,6 +186,22 @@ def test_what_a_user_writes_between_a_kill_and_the_next_call_is_kept(bundle, tmp
     assert tree(backup) == {"train.py": "written in between\n"}
 
 
+def test_any_call_finishes_a_copy_that_was_killed(bundle, tmp_path, monkeypatch):
+    project = tmp_path / "mine"
+    project.mkdir()
+    (project / "own").write_text("own")
+    monkeypatch.setattr(init_transaction, "_carry_out", lambda _: os._exit(9))
+    child = os.fork()
+    if child == 0:
+        copy(project)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not (project / STAMP).exists()
+    done = bundle.run(project, "--upgrade", "--no-install")
+    assert "brought a change of files that had been cut off to its end" in done.stdout
+    assert tree(project).items() >= bundle.files().items() and (project / "own").exists()
+
+
 def test_a_plan_that_leads_outside_is_refused(bundle, tmp_path):
     project = tmp_path / "project"
     copy(project)

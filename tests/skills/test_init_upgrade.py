@@ -187,6 +187,16 @@ def test_a_folder_behind_a_link_is_not_written_through(bundle, project, tmp_path
     assert json.loads((project / ".curry-train.json").read_text())["version"] == "0.1.0"
 
 
+def test_a_file_that_the_bundle_dropped_is_not_taken_from_behind_a_link(bundle, project, tmp_path):
+    os.rename(project / "pkg", tmp_path / "shared")
+    (project / "pkg").symlink_to(tmp_path / "shared")
+    before = tree(tmp_path / "shared")
+    bundle.remove("pkg/deep/code.py")
+    assert row(upgrade(bundle, project), "left", "pkg/deep/code.py")
+    assert tree(tmp_path / "shared") == before and not backups(project)
+    no_op(bundle, project)
+
+
 def test_the_name_lives_on_and_a_renamed_project_counts_as_untouched(bundle, tmp_path):
     project = tmp_path / "named"
     bundle.run(project, "--no-install", "--name", "mine")

@@ -42,6 +42,7 @@ if __name__ == "__main__":
         sys.exit(2)
     # The bundle may lie in a read-only or shared folder: nothing is ever written there.
     sys.dont_write_bytecode = True
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I and -P leave it out
     from init_cli import main
 
     sys.exit(main(sys.argv[1:]))

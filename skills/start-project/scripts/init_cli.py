@@ -62,8 +62,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _joined(argv: list[str]) -> list[str]:
     """Let `--pip-args '--no-index'` pass: argparse takes the value for a flag of its own."""
-    words = iter(argv)
-    return [f"{word}={next(words, '')}" if word == "--pip-args" else word for word in words]
+    if "--pip-args" in argv[:-1]:
+        at = argv.index("--pip-args")
+        return [*argv[:at], f"--pip-args={argv[at + 1]}", *_joined(argv[at + 2 :])]
+    return argv
 
 
 def main(argv: list[str]) -> int:
@@ -147,9 +149,7 @@ def finished(session: Session, lock: FolderLock) -> int:
 
 def install(session: Session, lock: FolderLock) -> None:
     args, venv, say = session.args, session.environment(), session.say
-    if args.no_install:
-        return
-    if args.upgrade and not args.install and not venv.made():
+    if args.no_install or not (session.makes_environment or venv.made()):
         return
     if venv.complete():
         say(f"environment: {venv.folder} is complete, nothing to install")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def copied(session: Session) -> FolderLock:
     args, project = session.args, session.project
     if vacant(project):
         files = read_template(BUNDLE / "template", args.name)
-        tell_need(session, files, install=not args.no_install)
+        tell_need(session, files)
         stamp = Stamp(session.version, args.name, sums(files))
         lock = appear(project, {**files, STAMP: File(stamp.encode())})
         if lock:
@@ -60,7 +61,7 @@ def copied(session: Session) -> FolderLock:
             session.action = "install"
             aside = move_aside(session, foreign_environment(session), stamp)
             apply(project, aside, {}, backup_folder())
-            tell_need(session, {}, install=not session.environment().complete())
+            tell_need(session, {})
         else:
             add_files(session, stamp)
     except BaseException:
@@ -75,12 +76,22 @@ def vacant(project: Path) -> bool:
         return True
     # A shell that stands in the folder would be left in the replaced one.
     here = project.samefile(os.getcwd())
-    return not here and not project.is_mount() and not any(project.iterdir())
+    return not here and replaceable(project) and not any(project.iterdir())
+
+
+def replaceable(folder: Path) -> bool:
+    """Return whether another folder may be renamed to this one, which its parent decides."""
+    parent = folder.parent.stat()
+    may = {0, parent.st_uid, folder.stat().st_uid}
+    ours = not parent.st_mode & stat.S_ISVTX or os.geteuid() in may
+    return ours and os.access(folder.parent, os.W_OK | os.X_OK) and not folder.is_mount()
 
 
 def foreign_environment(session: Session) -> dict[str, str]:
+    """Return the .venv that stands where this call has to make one."""
     venv = session.environment()
-    return {VENV: str(digest(venv.folder))} if venv.foreign() else {}
+    in_the_way = session.makes_environment and venv.foreign()
+    return {VENV: str(digest(venv.folder))} if in_the_way else {}
 
 
 def move_aside(session: Session, found: dict[str, str], stamp: Stamp | None) -> list[Step]:
@@ -115,11 +126,10 @@ def add_files(session: Session, stamp: Stamp | None) -> None:
     name = args.name if args.name is not None or stamp is None else stamp.name
     files = read_template(BUNDLE / "template", name)
     absent, in_the_way = differing(project, files)
-    if not args.no_install:
-        in_the_way |= foreign_environment(session)
+    in_the_way |= foreign_environment(session)
     steps = move_aside(session, in_the_way, stamp)
     steps += [Step(path, None, files[path].sha256) for path in absent]
-    tell_need(session, {path: files[path] for path in absent}, install=not args.no_install)
+    tell_need(session, {path: files[path] for path in absent})
     record = File(Stamp(session.version, name, sums(files)).encode())
     before = digest(project / STAMP)
     if before != record.sha256:
@@ -142,8 +152,8 @@ def upgrade(session: Session, stamp: Stamp) -> None:
     name = args.name if args.name is not None else stamp.name
     files = read_template(BUNDLE / "template", name)
     plan = plan_upgrade(project, replace(stamp, name=name), files, session.version)
-    aside = move_aside(session, foreign_environment(session), stamp) if args.install else []
-    tell_need(session, plan.files, install=False)
+    aside = move_aside(session, foreign_environment(session), stamp)
+    tell_need(session, plan.files)
     backup = backup_folder()
     apply(project, [*aside, *plan.steps], plan.files, backup)
     session.action, session.files = "upgrade", plan.changed()
@@ -158,12 +168,12 @@ def tell_backup(session: Session, backup: str) -> None:
         session.say(f"what was moved away lies in {session.project / backup}")
 
 
-def tell_need(session: Session, files: dict[str, File], *, install: bool) -> None:
+def tell_need(session: Session, files: dict[str, File]) -> None:
     """Say what will be downloaded and how much disk is needed; refuse when it is not there."""
     blocks = sum(-(-len(file.data) // BLOCK) * BLOCK for file in files.values())
     need, text = blocks, f"the files take {size(blocks)}"
-    venv = session.environment()
-    if install and not venv.record():
+    install = session.makes_environment and not session.environment().record()
+    if install:
         pip_args = session.pip_args
         rerun = session.call(*session.flags(), pip_args=[*pip_args, *CPU_INDEX.split()])
         for line in size_lines(session.nvidia, pip_args, rerun):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from init_environment import (
     probe,
     split_pip_args,
 )
-from init_files import STAMP, InitError, bundle_version, check_name, read_stamp
+from init_files import PARTIAL, STAMP, InitError, bundle_version, check_name, read_stamp
 from init_gpu import Nvidia, find_nvidia, torch_build
 from init_train import Result, fabric_script
 
@@ -40,13 +42,21 @@ class Session:
     files: int = 0
     result: Result = field(default_factory=lambda: Result(None))
 
+    @property
+    def makes_environment(self) -> bool:
+        """Whether one is made where there is none; an upgrade alone only brings one up to date."""
+        args = self.args
+        return not args.no_install and (args.install or args.train or not args.upgrade)
+
     def environment(self) -> Environment:
         return Environment(self.project, gpu=torch_build(self.nvidia, self.pip_args) == "cuda")
 
     def call(self, *flags: str, pip_args: list[str] | None = None) -> str:
         """Return the line that calls init on this project with these flags."""
         chosen = self.pip_args if pip_args is None else pip_args
-        words = ["python3", str(SCRIPT), str(self.project), *flags]
+        found = shutil.which("python3")  # it may be another Python, and too old
+        same = found is not None and os.path.samefile(found, sys.executable)
+        words = ["python3" if same else sys.executable, str(SCRIPT), str(self.project), *flags]
         words += ["--python", self.args.python] if self.args.python else []
         words += ["--pip-args", shlex.join(chosen)] if chosen else []
         return shlex.join(words)
@@ -67,7 +77,8 @@ def open_session(args: argparse.Namespace, say: Callable[[str], None]) -> Sessio
     session = Session(
         args, project, version, split_pip_args(args.pip_args or ""), probe(args.python), say
     )
-    if (args.install or args.upgrade) and read_stamp(project) is None:
+    cut_off = (project / PARTIAL / "plan.json").exists()  # the stamp comes when it is finished
+    if (args.install or args.upgrade) and not cut_off and read_stamp(project) is None:
         raise InitError(f"{project}: holds no {STAMP}; copy the files first: {session.call()}")
     if not args.no_install:
         check_venv_modules(session.python)

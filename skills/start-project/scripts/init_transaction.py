@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from init_files import BACKUP, PARTIAL, File, InitError, checked_path, digest
+from init_files import BACKUP, PARTIAL, File, InitError, blocked_by, checked_path, digest
 
 STAGING = ".curry-train.init-"
 NOTE = "init was interrupted here; any init.py call on this folder finishes it"
@@ -158,6 +158,7 @@ def apply(project: Path, steps: Iterable[Step], files: dict[str, File], backup: 
     steps = list(steps)
     if not steps:
         return
+    _refuse_what_cannot_end(project, steps, backup)
     partial = project / PARTIAL
     try:
         partial.mkdir()
@@ -173,6 +174,24 @@ def apply(project: Path, steps: Iterable[Step], files: dict[str, File], backup: 
             shutil.rmtree(partial, ignore_errors=True)
         raise
     _carry_out(project)
+
+
+def _refuse_what_cannot_end(project: Path, steps: list[Step], backup: str) -> None:
+    """Refuse, before anything is decided, a change that no later call could finish either."""
+    blocked = blocked_by(project, f"{backup}/file")
+    if blocked:
+        raise InitError(
+            f"{project / blocked[0]}: is no folder, and what init moves away goes there; "
+            "nothing was changed; give it another name and run init again"
+        )
+    disk = project.stat().st_dev
+    for step in steps:
+        parent = next(one for one in (project / step.path).parents if one.exists())
+        if parent.stat().st_dev != disk:
+            raise InitError(
+                f"{parent}: lies on another disk than {project} (for {step.path}); files change "
+                "by renaming, on one disk; nothing was changed; choose another folder"
+            )
 
 
 def recover(project: Path) -> bool:

@@ -86,7 +86,7 @@ def _gone_files(
         mine = digest(project / path)
         if path in files or mine is None:
             continue
-        if mine != base:
+        if mine != base or blocked_by(project, path):
             note = f" (the bundle has it as {new_paths[base]})" if base in new_paths else ""
             plan.rows.append(("left", path + note))
             continue
