@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from skills.init_bundle import pyenv
 from skills.targets import processes
 from skills.targets.processes import BENCHMARK_STEP, CUSTOM_CHECK, EXAMPLE_CHECK, MLP, ROOT
 
@@ -206,8 +207,24 @@ def test_folders_that_cannot_be_written_are_named(tmp_path):
     assert done.returncode == 2 and "cannot write into" in done.stderr
     done = processes.run(CUSTOM_CHECK, *GRADIENTS, "--project", "gone", cwd=tmp_path)
     assert done.returncode == 2 and "--project gone is no folder" in done.stderr
-    done = processes.run(CUSTOM_CHECK, *GRADIENTS, "--json", "no/such.json", cwd=tmp_path)
-    assert done.returncode == 2 and "its folder does not exist" in done.stderr
+    for words in (GRADIENTS, ["status"], ["wait"]):
+        for place in ("no/such.json", "."):
+            done = processes.run(CUSTOM_CHECK, *words, "--json", place, cwd=tmp_path)
+            assert done.returncode == 2 and f"--json {place} cannot be written" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_a_report_outlives_a_ledger_that_cannot_be_written(tmp_path):
+    (tmp_path / "runs").write_text("a file where a folder belongs")
+    done = processes.run(CUSTOM_CHECK, *GRADIENTS, "--out", "here", cwd=tmp_path)
+    assert done.returncode == 0 and "no line in the ledger" in done.stderr
+    assert "Traceback" not in done.stderr and (tmp_path / "here" / "report.json").is_file()
+
+
+def test_an_older_python_hands_over_too(tmp_path):
+    environment_with_torch(tmp_path / ".venv")
+    done = processes.run(CUSTOM_CHECK, *GRADIENTS, cwd=tmp_path, python=pyenv("3.8.18"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_project_whose_runs_cannot_be_made_is_named(tmp_path):

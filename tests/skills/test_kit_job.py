@@ -170,6 +170,18 @@ def test_asking_where_no_run_is_exits_with_2(verb, tmp_path):
     assert done.returncode == 2 and "holds no run" in done.stderr
 
 
+def test_damaged_folders_of_runs_exit_with_2(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for text in ("{}", "[]", "no json"):
+        (folder / "state.json").write_text(text)
+        done = ask("status", tmp_path, "--out", "run")
+        assert done.returncode == 2 and "holds no run" in done.stderr
+    job.Job(folder, "custom-check").finish(0, None)
+    done = ask("wait", tmp_path, "--out", "run")
+    assert done.returncode == 2 and "report.json is missing or damaged" in done.stderr
+
+
 def test_a_recycled_process_id_is_not_taken_for_the_run(tmp_path):
     state = job.Job(tmp_path, "custom-check")
     state.state["pid"] = os.getpid()  # lives, but holds no lock

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 
 import jsonschema
@@ -207,6 +208,10 @@ def test_a_folder_outside_git_has_no_sha_and_one_inside_has(tmp_path):
 
 CHECKS = """
 import torch
+def wanders(target):
+    import os
+    os.chdir("/")
+    return {"id": "fine", "verdict": "pass"}
 def passes(target):
     return {"id": "fine", "verdict": "pass"}
 def fails(target):
@@ -276,6 +281,17 @@ def test_json_into_a_file_leaves_the_text_on_stdout(checks, tmp_path):
     assert value == read((tmp_path / "here" / "report.json").read_text())
 
 
+def test_code_that_changes_the_folder_changes_no_path(checks, tmp_path):
+    target = "import os\nfrom mlp_regression import build as made\n"
+    target += "def build():\n    os.chdir('/')\n    return made()\n"
+    shutil.copy(processes.TARGETS / "mlp_regression.py", tmp_path)
+    (tmp_path / "roams.py").write_text(target)
+    words = ["--check", "checks.py:wanders", "--target", "roams.py:build", "--json", "found.json"]
+    done = processes.run(CUSTOM_CHECK, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read((tmp_path / "found.json").read_text())["verdict"] == "pass"
+
+
 def test_a_check_that_raises_exits_with_2_and_writes_no_ledger(checks, tmp_path):
     done = checks("raises")
     assert done.returncode == 2 and done.stdout == ""
@@ -295,6 +311,7 @@ def test_a_check_that_raises_exits_with_2_and_writes_no_ledger(checks, tmp_path)
         ({"id": "A b", "verdict": "pass"}, "check id 'A b'; it must be a kebab-case word"),
         ({"id": "a", "verdict": "pass", "colour": 1}, "'colour'"),
         ({"id": "a", "verdict": "fail", "fix": {"file": "x"}}, "allowed: file, line, text"),
+        ({"id": "a", "verdict": "fail", "fix": 5}, "fix 5 of a; allowed: file, line, text"),
         ({"checks": [], "colour": 1}, "returned unknown keys ['colour']"),
         ({"checks": [], "numbers": [1]}, "numbers"),
         ({"checks": [], "next": "one line"}, "next"),

@@ -84,6 +84,11 @@ BAD_RETURNS = {
     ),
     "class": ("return nn.Linear, batches, loss_fn", "returned a type as model"),
     "lazy": ("return nn.LazyLinear(1), batches, loss_fn", "lazy parameters"),
+    "script": ("return torch.jit.script(model), batches, loss_fn", "TorchScript in it"),
+    "inference": (
+        "with torch.inference_mode(): return nn.Linear(4, 1), batches, loss_fn",
+        "made under torch.inference_mode",
+    ),
     "number": ("return model, 7, loss_fn", "returned a int as batches"),
     "tensor": ("return model, batches[0], loss_fn", "of shape (2, 4) and torch.float32 as batches"),
     "one-dict": ("return model, {'x': batches[0]}, loss_fn", "wrap it: [batch]"),

@@ -192,6 +192,11 @@ def measure_foreign(call: cli.Invocation, target: Target) -> tuple[dict[str, Any
     step = statistics.median(timing.step)
     p20, _, _, p80 = statistics.quantiles(timing.step, n=5, method="inclusive")
     targets = statistics.median(timing.targets)
+    if not targets:
+        raise UsageError(
+            "a batch of the target has no target: no row, or -100 for every label",
+            "a step must learn from something",
+        )
     peak = call.args.peak_tflops
     numbers: dict[str, Any] = {"step_time": step, "p20": p20, "p80": p80}
     for name, seconds in timing.parts.items():

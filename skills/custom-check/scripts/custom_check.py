@@ -53,7 +53,8 @@ def check_flags(args: Any) -> int | None:
     if (args.check is None) == (args.new is None):
         raise UsageError("needs exactly one of --check FILE.py:FUNCTION and --new FILE.py")
     if args.new is None:
-        parse_spec(args.check, flag="--check")
+        path, function = parse_spec(args.check, flag="--check")
+        args.check = f"{path}:{function}"  # a target may change the current folder
         return None
     path = Path(os.path.abspath(os.path.expanduser(args.new)))
     if path.suffix != ".py" or not path.parent.is_dir():

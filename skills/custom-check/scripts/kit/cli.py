@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import interpreter, job, report, target
 from .errors import UsageError
@@ -58,7 +58,8 @@ class Invocation:
         self.job.progress(done, total, note)
 
 
-Work = Callable[[Invocation], Report]
+if TYPE_CHECKING:  # an older python3 only has to get as far as the one with torch
+    Work = Callable[[Invocation], Report]
 
 
 def run(
@@ -144,16 +145,17 @@ def _add_place(parser: Any) -> None:
 
 def _start(skill: str, work: Work, args: argparse.Namespace, argv: Sequence[str]) -> int:
     detached = os.environ.pop(job.DETACHED, None) is not None
-    project = Path(os.path.abspath(os.path.expanduser(args.project)))
+    project = _absolute(args.project)
     if not project.is_dir():
         raise UsageError(f"--project {args.project} is no folder", fix="set --project to a folder")
     target.check_request(project, args.target, args.set, args.device)
-    if args.json not in (None, STDOUT) and not Path(args.json).absolute().parent.is_dir():
-        raise UsageError(f"--json {args.json}: its folder does not exist", fix="make the folder")
+    args.json = _json_place(args.json)
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads starve a busy machine
     folders, modules = [project], target.PROJECT_MODULES
     if args.target is not None:
-        folders.append(parse_spec(args.target, flag="--target")[0].parent)
+        path, function = parse_spec(args.target, flag="--target")
+        args.target = f"{path}:{function}"  # checked code may change the current folder
+        folders.append(path.parent)
         modules = target.FOREIGN_MODULES
     interpreter.ensure_modules(modules, folders=folders, python=args.python)
     out = _make_out(skill, project, args.out)
@@ -166,8 +168,26 @@ def _start(skill: str, work: Work, args: argparse.Namespace, argv: Sequence[str]
     return code
 
 
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _json_place(asked: str | None) -> str | None:
+    """Return where --json goes, as an absolute path; refuse what cannot be written."""
+    if asked in (None, STDOUT):
+        return asked
+    path = _absolute(asked)
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"--json {asked} cannot be written",
+            "it takes a file in a folder that exists",
+            "set --json FILE, or --json alone for stdout",
+        )
+    return str(path)
+
+
 def _make_out(skill: str, project: Path, asked: str | None) -> Path:
-    out = None if asked is None else Path(os.path.abspath(os.path.expanduser(asked)))
+    out = None if asked is None else _absolute(asked)
     inside = [place for place in (project, out) if place and _in_bundle(place)]
     if inside:
         raise UsageError(
@@ -228,12 +248,15 @@ def _deliver(call: Invocation, found: Report, stdout: Any) -> int:
         env=report.environment(known.device if known else None, call.args.seed),
     )
     report.write_json(call.out / "report.json", written)
-    report.append_ledger(call.project, written)
+    try:
+        report.append_ledger(call.project, written)
+    except OSError as error:  # the report stands, wherever --out put it
+        job.say(f"no line in the ledger of {call.project}: {error.strerror}")
     if call.args.json == STDOUT:
         print(json.dumps(written, indent=2, allow_nan=False), file=stdout, flush=True)
     else:
         if call.args.json is not None:
-            report.write_json(Path(call.args.json).absolute(), written)
+            report.write_json(Path(call.args.json), written)
         print(report.render(written, shown(call.out / "report.json")), file=stdout, flush=True)
     return EXIT_CODES[written["verdict"]]
 
@@ -286,25 +309,27 @@ def _follow(skill: str, argv: Sequence[str]) -> int:
     if verb == "wait":
         parser.add_argument("--timeout", type=float, metavar="S", help="seconds; then exit 3")
     args = parser.parse_args(argv[1:])
-    project = Path(os.path.abspath(args.project))
-    out = Path(os.path.abspath(args.out)) if args.out else job.newest_folder(project, skill)
+    args.json = _json_place(args.json)
+    project = _absolute(args.project)
+    out = _absolute(args.out) if args.out else job.newest_folder(project, skill)
     state = job.wait_for(out, timeout=args.timeout) if verb == "wait" else job.read_status(out)
     written = out / "report.json"
-    finished = state["status"] == "done"
-    if args.json is not None:
-        answer = (
-            json.loads(written.read_text(encoding="utf-8"))
-            if verb == "wait" and finished
-            else state
-        )
-        if args.json != STDOUT:
-            report.write_json(Path(args.json).absolute(), answer)
-        else:
-            print(json.dumps(answer, indent=2))
-    elif verb == "wait" and finished:
-        print(report.render(json.loads(written.read_text(encoding="utf-8")), shown(written)))
+    found = _read_report(written) if verb == "wait" and state["status"] == "done" else None
+    if args.json == STDOUT:
+        print(json.dumps(found or state, indent=2))
+    elif args.json is not None:
+        report.write_json(Path(args.json), found or state)
+    elif found:
+        print(report.render(found, shown(written)))
     else:
         print(job.describe_status(state, shown(out)))
     if verb == "status":
         return OK
     return CANNOT_TELL if state["exit_code"] is None else state["exit_code"]
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(f"{path} is missing or damaged", fix="run the check again") from None

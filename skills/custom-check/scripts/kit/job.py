@@ -153,19 +153,18 @@ def read_status(out: Path) -> dict[str, Any]:
     alive = is_locked(out)  # before the state: a run writes its code, then lets go
     try:
         state = json.loads((out / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        code, elapsed = state["exit_code"], (state["finished"] or time.time()) - state["started"]
+    except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
-            f"{out} holds no run ({STATE} is missing)",
+            f"{out} holds no run ({STATE} is missing or damaged)",
             fix="set --out to the folder that was printed",
         ) from None
-    code = state["exit_code"]
     if alive:
         state["status"] = "running"
     elif code is None:
         state["status"] = "killed"
     else:
         state["status"] = "done" if code in EXIT_CODES.values() and not state["error"] else "failed"
-    elapsed = (state["finished"] or time.time()) - state["started"]
     state["elapsed_s"] = round(elapsed, 1)
     state["eta_s"] = _eta(state, elapsed) if alive else None
     return state

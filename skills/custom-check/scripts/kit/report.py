@@ -19,6 +19,7 @@ from .check_ids import CHECK_IDS, is_check_id
 SCHEMA = 1
 VERDICTS = ("pass", "fail", "unclear", "skipped")
 EXIT_CODES = {"pass": 0, "fail": 1, "unclear": 3}
+FIX_KEYS = {"file", "line", "text"}
 MAX_LINES = 15
 MAX_WIDTH = 160
 BUNDLE = Path(__file__).resolve().parents[4]
@@ -54,8 +55,8 @@ class Report:
             raise ValueError(f"check id {id!r} is not in kit/check_ids.py; add it with its meaning")
         if verdict not in VERDICTS:
             raise ValueError(f"verdict {verdict!r} of {id}; allowed: {', '.join(VERDICTS)}")
-        if fix is not None and set(fix) != {"file", "line", "text"}:
-            raise ValueError(f"fix of {id} has keys {sorted(fix)}; allowed: file, line, text")
+        if fix is not None and not (isinstance(fix, Mapping) and set(fix) == FIX_KEYS):
+            raise ValueError(f"fix {fix!r} of {id}; allowed: file, line, text, as a dict")
         self.checks.append(
             {
                 "id": id,

@@ -1,9 +1,9 @@
 """Put back, bit for bit, whatever a check changes.
 
-Kept: module structure, hooks, train/eval modes, parameters, buffers, requires_grad, gradients,
-optimizer state and groups, generators (python, numpy, torch CPU, CUDA and MPS, those of a
-DataLoader), the loader's position, a project's counters and loss scale. Copies lie in host
-memory, so that they do not disturb the memory figures of an accelerator.
+Kept: modules with their attributes, hooks and train/eval modes, parameters, buffers,
+requires_grad, gradients, optimizer state and groups, generators (python, numpy, torch CPU, CUDA
+and MPS, those of a DataLoader), the loader's position, a project's counters and loss scale. Copies
+lie in host memory, so that they do not disturb the memory figures of an accelerator.
 """
 
 from __future__ import annotations
@@ -19,16 +19,6 @@ from .batches import OnDevice
 
 if TYPE_CHECKING:
     from .target import Target
-
-MODULE_DICTS = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 @contextlib.contextmanager
@@ -88,18 +78,25 @@ def _written_part(tensor: Any) -> Any:
 
 
 def _keep_modules(root: Any) -> Callable[[], None]:
-    modules = list(root.modules())
-    dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in modules for name in MODULE_DICTS]
-    modes = [(module, module.training) for module in modules]
+    """Keep every attribute of every module, with the dicts and sets among them: hooks, modes."""
+    modules = [(module, module.__class__, dict(module.__dict__)) for module in root.modules()]
+    inner = [
+        (value, value.copy())
+        for _, _, attributes in modules
+        for value in attributes.values()
+        if isinstance(value, (dict, set))
+    ]
     tensors = {id(t): t for t in [*root.parameters(), *root.buffers()]}
     restore_tensors = [_keep_tensor(tensor) for tensor in tensors.values()]
 
     def restore() -> None:
-        for live, kept in dicts:
+        for module, kind, attributes in modules:
+            module.__class__ = kind  # parametrizations change it
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for live, kept in inner:
             live.clear()
             live.update(kept)
-        for module, training in modes:
-            module.training = training
         for restore_tensor in restore_tensors:
             restore_tensor()
 

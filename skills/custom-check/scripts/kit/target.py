@@ -212,6 +212,18 @@ def _check_parts(target: Target, what: str) -> None:
             "their shapes must be known",
             "run one batch through the model before returning it",
         )
+    if any(isinstance(module, torch.jit.ScriptModule) for module in target.model.modules()):
+        raise UsageError(
+            f"{what} returned a model with TorchScript in it",
+            "a check must be able to put it back",
+            "return the model from before torch.jit",
+        )
+    if any(t.is_inference() for t in [*target.model.parameters(), *target.model.buffers()]):
+        raise UsageError(
+            f"{what} returned a model made under torch.inference_mode",
+            "a check must be able to train it and to put it back",
+            "make the model outside of it",
+        )
     if not callable(target.loss_fn):
         raise UsageError(
             f"{what} returned {describe(target.loss_fn)} as loss_fn",
