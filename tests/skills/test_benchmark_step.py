@@ -248,6 +248,16 @@ def test_a_loss_without_a_graph_is_named(tmp_path):
     assert done.returncode == 2 and "the loss of the target has no graph" in done.stderr
 
 
+def test_batches_that_teach_nothing_are_named(tmp_path):
+    text = "import torch\ndef build():\n    m = torch.nn.Linear(4, 1)\n"
+    text += "    batch = {'x': torch.ones(2, 4), 'labels': torch.full((2, 4), -100)}\n"
+    text += "    return m, [batch], lambda m, b: m(b['x']).mean()\n"
+    (tmp_path / "mine.py").write_text(text)
+    words = ["--target", "mine.py:build", "--steps", 5, "--warmup", 1]
+    done = processes.run(BENCHMARK_STEP, *words, cwd=tmp_path)
+    assert done.returncode == 2 and "-100 for every label" in done.stderr
+
+
 def test_an_error_in_a_later_step_shows_the_line_of_the_target(tmp_path):
     (tmp_path / "late.py").write_text(
         "import torch\ndef build():\n    m = torch.nn.Linear(4, 1)\n"

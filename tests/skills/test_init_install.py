@@ -102,11 +102,20 @@ def test_a_failed_install_keeps_the_project_and_prints_what_finishes_it(bundle, 
     # Something that was half installed is not trusted: the environment is made anew.
     site = next((project / ".venv").glob("lib/python*/site-packages"))
     (site / "half.py").write_text("broken")
-    command = line.strip().replace("python3", sys.executable, 1).replace(dead, wheels)
+    command = line.strip().replace(dead, wheels)
     done = subprocess.run(command, shell=True, env=QUIET_PIP, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "val/loss: 3.2500" in done.stdout
     assert not (site / "half.py").exists() and (project / ".venv" / ".complete").exists()
+
+
+def test_an_upgrade_that_is_to_train_makes_the_environment(bundle, tmp_path, wheels):
+    project = tmp_path / "demo"
+    bundle.run(project, "--no-install")
+    flags = ["--upgrade", "--train", "--json", "--pip-args", wheels]
+    done = bundle.run(project, *flags, env=QUIET_PIP)
+    assert json.loads(done.stdout)["val_loss"] == 3.25
+    assert done.stderr.index("downloads about") < done.stderr.index("environment: ")
 
 
 @pytest.mark.parametrize(

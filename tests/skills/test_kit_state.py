@@ -119,6 +119,22 @@ def test_tensor_objects_and_storage_stay_the_same(tmp_path):
     assert model.positions.stride()[0] == 0  # the expanded buffer is still expanded
 
 
+def test_patched_methods_and_parametrizations_are_taken_back(tmp_path):
+    target = load(MLP, tmp_path)
+    target.model.eval()  # its dropout draws anew at every call
+    linear = next(m for m in target.model.modules() if isinstance(m, torch.nn.Linear))
+    linear.calls = {"count": 1}
+    kept, keys, batch = type(linear), set(vars(linear)), next(iter(target.batches))
+    loss = target.loss_fn(target.model, batch)
+    with state.preserved(target):
+        torch.nn.utils.parametrizations.weight_norm(linear)
+        linear.forward = lambda x: torch.zeros(len(x), linear.out_features)
+        linear.calls["count"] += 1
+        assert target.loss_fn(target.model, batch) != loss
+    assert type(linear) is kept and set(vars(linear)) == keys and linear.calls == {"count": 1}
+    assert torch.equal(target.loss_fn(target.model, batch), loss)
+
+
 def test_moments_of_another_dtype_are_not_cast(tmp_path):
     target = load(LANGUAGE_MODEL, tmp_path)
     train(target)
