@@ -48,17 +48,21 @@ def train(config: Config, argv: list[str]) -> int:
             row = {**out.row(), "tokens": runtime.tokens}
             progress.update(step, loss=out.loss, tokens_per_s=out.tokens_per_s)
 
-            broken = abort.check(step, out.loss, out.grad_norm)
+            broken = None if out.rescaled else abort.check(step, out.loss, out.grad_norm)
             stop = agreed(signals.code, mesh)
             if not out.finite:
-                run.event("anomaly", step=step, what="update skipped", **out.row())
-            if last or due(step, config.run.eval_every):
+                what = "loss scale halved" if out.rescaled else "update skipped"
+                run.event("anomaly", step=step, what=what, **out.row())
+            scores = {}
+            if last:
                 scores = evaluate(runtime)
-                row |= scores
+            elif due(step, config.run.eval_every) and not stop:
+                scores = evaluate(runtime, stop=lambda: agreed(signals.code, mesh))
+            if scores:
                 run.event("eval", step=step, tokens=runtime.tokens, **scores)
                 progress.say(f"step {step}  val/loss {scores['val/loss']:.4f}")
-            if last or step == 1 or "val/loss" in row or due(step, config.run.log_every):
-                run.log(step, {**row, "memory_bytes": peak_memory(mesh.device)})
+            if last or step == 1 or scores or due(step, config.run.log_every):
+                run.log(step, {**row, **scores, "memory_bytes": peak_memory(mesh.device)})
             if broken:
                 status, reason = "aborted", broken
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -13,11 +14,12 @@ from curry_train.runtime import Runtime
 
 
 @torch.no_grad()
-def evaluate(runtime: Runtime) -> dict[str, float]:
+def evaluate(runtime: Runtime, stop: Callable[[], int] | None = None) -> dict[str, float]:
     """Return `val/loss` (nats per token) and `val/bpb` (bits per byte) of the whole split.
 
     Every held-out token is a label exactly once, whatever the ranks and batch sizes. Auxiliary
-    losses do not count. Group: batch; one all-reduce at the end.
+    losses do not count. Empty when `stop`, asked after every batch, says on all ranks to give up.
+    Group: batch; one all-reduce at the end.
     """
     runtime.model.eval()
     totals = zero_totals(runtime.device)
@@ -31,6 +33,9 @@ def evaluate(runtime: Runtime) -> dict[str, float]:
     )
     for batch in batches:
         totals += token_sums(runtime.model, batch).detached()
+        if stop is not None and stop():
+            runtime.model.train()
+            return {}
     runtime.model.train()
     nll, _, _, count = grads.sum_counts(totals, runtime.mesh.group("batch")).tolist()
     bits = nll / math.log(2.0)

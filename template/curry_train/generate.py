@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from curry_train.data.tokenizer import Tokenizer
 from curry_train.runtime import Runtime
+from curry_train.tracking.progress import tell
 from curry_train.tracking.run_folder import Run
 
 
@@ -83,7 +84,7 @@ def write_sample(runtime: Runtime, run: Run) -> None:
         seed=config.seed,
     )
     run.sample(runtime.step, text)
-    print(f"sample: {text}")
+    tell(f"sample: {text}")
 
 
 def main(argv: list[str]) -> int:
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> int:
         temperature=args.temperature,
         seed=args.seed,
     )
-    print(text)
+    tell(text)
     return 0
 
 

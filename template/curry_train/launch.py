@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from curry_train.config import Config, ConfigError
+from curry_train.tracking.progress import tell
 
 if TYPE_CHECKING:
     from curry_train.data.token_file import Corpus
@@ -214,13 +215,14 @@ def launch(
     try:
         yield mesh, run, signals
     except KeyboardInterrupt:
-        print("stopped by a second SIGINT; the last checkpoint stands", file=sys.stderr)
+        tell("stopped by a second SIGINT; the last checkpoint stands", sys.stderr)
         run.finish("preempted", "second SIGINT", 0)
         leave(0)
     except CheckpointError as error:
         # Every rank raises it with the same text, and no traceback says more than it does.
         if mesh.rank == 0:
-            print(error, file=sys.stderr)
+            run.fail(rank=0, error=error)
+            tell(str(error), sys.stderr)
         run.finish("crashed", str(error), 1)
         leave(1)
     except Exception as error:
@@ -255,14 +257,14 @@ def report_crash(error: BaseException, run: Run, mesh: Mesh) -> None:
     first = run.fail(rank=mesh.rank, error=error, traceback_text=text, lost_peer=lost_peer)
     last_line = traceback.format_exception_only(error)[-1].strip()
     if not first:
-        print(f"rank {mesh.rank} stops after another rank failed: {last_line}", file=sys.stderr)
+        tell(f"rank {mesh.rank} stops after another rank failed: {last_line}", sys.stderr)
     elif lost_peer and mesh.world > 1:
-        print(
+        tell(
             f"rank {mesh.rank} lost another rank, which left no word of why (killed?): {last_line}",
-            file=sys.stderr,
+            sys.stderr,
         )
     else:
-        print(f"rank {mesh.rank} failed first:\n{text}", file=sys.stderr, end="")
+        tell(f"rank {mesh.rank} failed first:\n{text.rstrip()}", sys.stderr)
     run.finish("crashed", last_line, 1)
 
 
@@ -281,7 +283,7 @@ def watch_peers(run: Run, mesh: Mesh) -> None:
             if run.failure_time() == known:
                 continue
             time.sleep(PEER_GRACE)
-            print(f"rank {mesh.rank} stops: another rank failed", file=sys.stderr)
+            tell(f"rank {mesh.rank} stops: another rank failed", sys.stderr)
             leave(1)
 
     threading.Thread(target=watch, name="watch-peers", daemon=True).start()

@@ -89,12 +89,15 @@ class LossScale:
         self.value = 128.0 if self.active else 1.0
         self.good_steps = 0
 
-    def update(self, finite: bool) -> None:
+    def update(self, finite: bool) -> bool:
+        """Learn from one step; returns whether it failed for the factor alone, now smaller."""
         if not self.active:
-            return
+            return False
         if not finite:
-            self.value, self.good_steps = max(self.value / 2.0, 2.0**-14), 0
-            return
+            before, self.good_steps = self.value, 0
+            self.value = max(self.value / 2.0, 2.0**-14)
+            return self.value < before
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
             self.value, self.good_steps = self.value * 2.0, 0
+        return False

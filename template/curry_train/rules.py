@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from curry_train.checkpoint import CheckpointError, read_manifest
 from curry_train.config import Config, ModelConfig, build_config, known_settings
 from curry_train.data import DATASETS, vocab_size_of
 from curry_train.parallel.dims import batch_world, resolve
@@ -230,8 +231,11 @@ def _places(config: Config) -> Refusals:
         yield "data.tokenizer", "must be auto, byte, bpe or a tokenizer.json that exists"
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield "run.resume", "must be never, auto or a folder that exists"
-    if run.init_from is not None and not Path(run.init_from).is_dir():
-        yield "run.init_from", "no such checkpoint folder"
+    if run.init_from is not None:
+        try:
+            read_manifest(Path(run.init_from))
+        except CheckpointError as error:
+            yield "run.init_from", error.problems[0]
     if not NAME.fullmatch(run.name):
         allowed = "letters, digits and . _ -, a letter or digit first"
         yield "run.name", f"begins a folder's name; allowed are {allowed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ class StepOut(NamedTuple):
 
     loss, aux_loss, z_loss: means over the global tokens, in nats (auxiliary ones weighted);
     grad_norm: before clipping; tokens: global non-ignored targets; step_time: wall seconds;
-    finite: False when the update was skipped because a gradient was not finite.
+    finite: False when the update was skipped because a gradient was not finite; rescaled: that
+    was an overflow of fp16, and the next step tries a smaller loss scale.
     """
 
     loss: float
@@ -27,6 +29,7 @@ class StepOut(NamedTuple):
     tokens: int
     step_time: float
     finite: bool
+    rescaled: bool
 
     @property
     def tokens_per_s(self) -> float:
@@ -71,7 +74,7 @@ def train_step(runtime: Runtime) -> StepOut:
             set_lr(runtime.optimizer, lr)
             runtime.optimizer.step()
         runtime.optimizer.zero_grad(set_to_none=True)
-        runtime.loss_scale.update(report.finite)
+        rescaled = runtime.loss_scale.update(report.finite) and math.isfinite(nll)
 
     runtime.step += 1
     runtime.tokens += int(count)
@@ -84,4 +87,5 @@ def train_step(runtime: Runtime) -> StepOut:
         tokens=int(count),
         step_time=time.perf_counter() - start,
         finite=report.finite,
+        rescaled=rescaled,
     )

@@ -452,7 +452,7 @@ def test_a_project_in_a_folder_with_an_odd_name_composes(tmp_path):
         ("data.dataset", "wiki", "known are embedded, python_stdlib"),
         ("data.input", "no/such.txt", "data.input=no/such.txt: no such file or folder"),
         ("run.resume", "runs/none", "must be never, auto or a folder that exists"),
-        ("run.init_from", "runs/none", "no such checkpoint folder"),
+        ("run.init_from", "runs/none", "manifest.json does not exist: not a checkpoint"),
         ("run.name", "../up", "allowed are letters, digits"),
         ("run.name", "", "allowed are letters, digits"),
         ("parallel.zero", 1, "not available in this version; set parallel.zero=0"),

@@ -56,13 +56,11 @@ def test_a_run_killed_again_and_again_ends_with_the_losses_of_an_undisturbed_one
             check_what_a_kill_left(run)
     final = exit_code(start(folder, *settings))
     assert final == 0 and kills >= min(KILLS, 3)
-    folders = sorted(folder.iterdir())
-    complete = [found for found in folders if max(losses(found), default=0) == STEPS]
-    assert len(complete) == 1, "auto goes on in one folder"
-    assert losses(complete[0]) == {
-        step: loss for step, loss in losses(whole).items() if step in losses(complete[0])
-    }
-    assert set(losses(complete[0])) == set(range(1, STEPS + 1))
+    # A second one when a kill came after the end: auto does not go on in a run that is done.
+    ends = [losses(found) for found in folder.iterdir() if STEPS in losses(found)]
+    assert 1 <= len(ends) <= 2
+    assert all(end == losses(whole) for end in ends)
+    assert set(ends[0]) == set(range(1, STEPS + 1))
 
 
 def check_what_a_kill_left(run: Path) -> None:

@@ -18,6 +18,8 @@ from projects import (
     wait_for_step,
 )
 
+from curry_train.data.loader import validation_batches
+
 
 @pytest.fixture(scope="module", autouse=True)
 def everything_imported():
@@ -74,6 +76,28 @@ def test_a_stopped_run_resumes_with_bitwise_the_losses_of_an_undisturbed_one(pro
     assert losses(folder) == whole
 
 
+def test_sigterm_does_not_wait_for_a_long_validation(project, monkeypatch):
+    def endless(corpus, data, **settings):
+        while True:
+            yield from validation_batches(corpus, data, **settings)
+
+    monkeypatch.setattr("curry_train.evaluate.validation_batches", endless)
+    log = project / "log.txt"
+    pid = fork_train(*SMALL, "run.max_steps=40", "run.eval_every=3", log=log)
+    folder = wait_for_step(project, 2)
+    time.sleep(0.3)  # into the validation of step 3
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not done[0]:
+        os.kill(pid, signal.SIGKILL)
+    assert done == (pid, 0), log.read_text()
+    events = rows(folder, "journal.jsonl")
+    assert events[-1]["status"] == "preempted" and events[-2]["ev"] == "ckpt_commit"
+    assert not [event for event in events if event["ev"] == "eval"]
+
+
 def test_a_second_interrupt_stops_at_once(project):
     log = project / "log.txt"
     pid = fork_train(*SMALL, "run.max_steps=100000", log=log)
@@ -89,6 +113,26 @@ def test_a_second_interrupt_stops_at_once(project):
     assert rows(folder, "journal.jsonl")[-1]["status"] == "preempted"
 
 
+def test_a_full_disk_under_the_log_file_does_not_end_a_run(project):
+    pid = fork_train(*SMALL, "run.max_steps=2", "run.sample_tokens=5", log=Path("/dev/full"))
+    assert exit_code(pid) == 0
+    assert rows(the_run(project), "journal.jsonl")[-1]["status"] == "done"
+
+
+def test_overflows_of_fp16_lower_the_loss_scale_and_are_no_reason_to_abort(project, monkeypatch):
+    def start_high(self, precision):
+        self.active, self.value, self.good_steps = True, 2.0**20, 0
+
+    monkeypatch.setattr("curry_train.optim.LossScale.__init__", start_high)
+    code, out = train(project, "run.max_steps=30", "precision=fp16")
+    assert code == 0, out
+    events = rows(the_run(project), "journal.jsonl")
+    halved = [event["step"] for event in events if event.get("what") == "loss scale halved"]
+    assert len(halved) > 3, "more in a row than run.max_nonfinite"
+    found = losses(the_run(project))
+    assert found[30] < found[1] - 0.1
+
+
 def test_a_run_that_only_makes_nan_is_aborted_with_code_4(project):
     code, out = train(
         project, "run.max_steps=50", "optim.lr=1e30", "optim.warmup_steps=0",
@@ -101,6 +145,14 @@ def test_a_run_that_only_makes_nan_is_aborted_with_code_4(project):
     assert [event["ev"] for event in events].count("anomaly") == 3
     saved = list((the_run(project) / "checkpoints").glob("step-*"))
     assert not saved, "a ruined state is not saved"
+
+
+def test_nan_under_fp16_is_still_aborted(project):
+    code, out = train(
+        project, "run.max_steps=50", "optim.lr=1e30", "optim.warmup_steps=0",
+        "optim.max_grad_norm=0", "precision=fp16",
+    )  # fmt: skip
+    assert code == 4, out
 
 
 @pytest.mark.parametrize(
@@ -177,6 +229,17 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_deleted(project):
     code, out = train(project, "run.max_steps=2", "run.name=after", f"run.resume={checkpoint}")
     assert code == 1 and victim.name in out and "Traceback" not in out
     assert victim.exists()
+    assert victim.name in (the_run(project, "after") / "failure.json").read_text()
+
+
+@pytest.mark.parametrize("key", ["init_from", "resume"])
+def test_what_no_run_can_start_from_is_refused_before_there_is_a_run_folder(project, key):
+    assert train(project, "run.max_steps=1")[0] == 0
+    (checkpoint,) = (the_run(project) / "checkpoints").glob("step-*")
+    wrong = checkpoint.parent if key == "init_from" else checkpoint
+    code, out = train(project, "run.name=after", f"run.{key}={wrong}", "precision=fp64")
+    assert code == 2 and ("precision" if key == "resume" else "manifest.json") in out
+    assert the_run(project)
 
 
 def test_dry_run_prints_the_plan_and_trains_nothing(project):

@@ -6,11 +6,22 @@ written, because live redrawing would fill the file.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 PLAIN_LINES = 20
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a line. A reader that is gone, a full disk or a narrow encoding never ends a run."""
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except OSError:  # what is still buffered would fail again when the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Progress:
@@ -39,10 +50,9 @@ class Progress:
         elif step % self.every == 0 or step in (self.first_step + 1, self.max_steps):
             done = step - self.first_step
             left = (time.monotonic() - self.started) / done * (self.max_steps - step)
-            print(
+            tell(
                 f"step {step}/{self.max_steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  "
-                f"{_clock(left)} left",
-                flush=True,
+                f"{_clock(left)} left"
             )
 
     def say(self, text: str) -> None:
@@ -50,7 +60,7 @@ class Progress:
         if self.live is not None:
             self.live.console.print(text, markup=False, highlight=False)
         elif self.enabled:
-            print(text, flush=True)
+            tell(text)
 
     def close(self) -> None:
         if self.live is not None:

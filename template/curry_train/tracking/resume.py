@@ -193,6 +193,10 @@ def _refuse_misfits(config: Config, data_hash: str, checkpoint: Path) -> None:
         raise ConfigError([f"run.resume={checkpoint}: {p}" for p in error.problems]) from None
     here = {"seed": config.seed, "data.seq_len": config.data.seq_len, "data_hash": data_hash}
     there = {key: saved.get(key.removeprefix("data."), value) for key, value in here.items()}
+    kinds = {entry["dtype"] for entry in saved["tensors"].values()}
+    if ("float64" in kinds) != (config.precision == "fp64"):
+        here["precision"] = config.precision
+        there["precision"] = "fp64" if "float64" in kinds else "fp32, bf16 or fp16"
     model = to_dict(config)["model"]
     here |= {f"model.{key}": model.get(key) for key in saved["model"]}
     there |= {f"model.{key}": value for key, value in saved["model"].items()}

@@ -33,6 +33,7 @@ from curry_train.tracking import provenance, scrub
 from curry_train.tracking.journal import END_STATUS, Journal, JsonLines, plain
 from curry_train.tracking.lease import Lease
 from curry_train.tracking.logger import Trackers
+from curry_train.tracking.progress import tell
 from curry_train.tracking.resume import (
     CHECKPOINTS,
     JOURNAL,
@@ -111,7 +112,7 @@ class Run:
             raise ConfigError(problems)
         run = Run(folder, attempt, resume or Resume(), out)
         if out is not None and run.message:
-            print(run.message, flush=True)
+            tell(run.message)
         return run
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
