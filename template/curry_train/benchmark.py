@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from curry_train.command_line import refuse
 from curry_train.config import ConfigError
 from curry_train.data import DataError
 from curry_train.plan import flops_per_token
@@ -97,13 +98,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps first (default 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         runtime = build_runtime(args.overrides)
         result = run_accumulated_step(runtime, steps=args.steps, warmup=args.warmup)
     except (ConfigError, DataError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refuse(error)
     if runtime.mesh.rank != 0:
         return 0
     if args.json:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 STOP_SIGNALS = {"SIGUSR1": 1, "SIGTERM": 2, "SIGINT": 3}
 PEER_GRACE = 5.0
 NARROW = 256
+FABRIC_PRECISIONS = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64"}
 LOST_PEER_WORDS = (
     "connection closed by peer",
     "connection reset",
@@ -69,15 +70,16 @@ def fabric_arguments(config: Config, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of Fabric for the launcher that `env` shows.
 
     `fabric run` has decided devices already, and an argument that differs from its flag is an
-    error there. Under torchrun Fabric would take one device per process for the whole world and
+    error there; its other flags must not contradict the configuration. Under torchrun Fabric would take one device per process for the whole world and
     train every rank apart, so the local world size is passed on. Raises ConfigError when
-    config.devices contradicts the launcher.
+    the configuration contradicts the launcher.
     """
     accelerator = "auto" if config.accelerator == "auto" else config.accelerator
     arguments: dict[str, Any] = {}
     if "LT_ACCELERATOR" not in env:
         arguments["accelerator"] = accelerator
     if "LT_CLI_USED" in env:
+        _check_flags(config, env)
         local = env.get("LOCAL_WORLD_SIZE", env["LT_DEVICES"])
         _check_devices(config, local, f"fabric run --devices={env['LT_DEVICES']}")
     elif "LOCAL_WORLD_SIZE" in env:
@@ -93,6 +95,21 @@ def fabric_arguments(config: Config, env: Mapping[str, str]) -> dict[str, Any]:
         if config.devices == "auto" and accelerator in ("cpu", "mps"):
             arguments["devices"] = 1
     return arguments
+
+
+def _check_flags(config: Config, env: Mapping[str, str]) -> None:
+    """Refuse flags of `fabric run` that would be ignored or change more than they say."""
+    named = env.get("LT_ACCELERATOR", "auto").replace("gpu", "cuda")
+    precision, strategy = env.get("LT_PRECISION", ""), env.get("LT_STRATEGY", "auto")
+    found = []
+    if "auto" not in (config.accelerator, named) and config.accelerator != named:
+        found.append(f"accelerator={config.accelerator}, but fabric run has --accelerator={named}")
+    if precision.removesuffix("-true") not in ("", FABRIC_PRECISIONS[config.precision]):
+        found.append(f"precision={config.precision}, but fabric run has --precision={precision}")
+    if strategy not in ("auto", "ddp"):
+        found.append(f"fabric run --strategy={strategy}, but parallel.* lays out the ranks")
+    if found:
+        raise ConfigError([f"{text}; leave the flag out" for text in found])
 
 
 def _check_devices(config: Config, local: str, command: str) -> None:

@@ -44,6 +44,18 @@ def test_devices_that_contradict_the_launcher_are_refused(env, command):
         launch.fabric_arguments(Config(devices=3), env)
 
 
+def test_flags_of_fabric_run_that_contradict_the_configuration_are_refused_at_once():
+    flags = {"LT_ACCELERATOR": "gpu", "LT_PRECISION": "bf16-mixed", "LT_STRATEGY": "fsdp"}
+    with pytest.raises(ConfigError) as refused:
+        launch.fabric_arguments(Config(accelerator="cpu"), {**FABRIC, **flags})
+    told = str(refused.value)
+    for words in ("--accelerator=cuda", "--precision=bf16-mixed", "--strategy=fsdp"):
+        assert words in told
+    same = Config(accelerator="cuda", precision="bf16")
+    launch.fabric_arguments(same, {**FABRIC, **flags, "LT_STRATEGY": "ddp"})
+    launch.fabric_arguments(Config(), {**FABRIC, "LT_PRECISION": "32-true"})
+
+
 def test_an_absent_accelerator_is_named():
     with pytest.raises(ConfigError, match="accelerator=mps, but torch sees none"):
         launch.pick_device("mps")
