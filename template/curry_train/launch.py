@@ -70,9 +70,9 @@ def fabric_arguments(config: Config, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of Fabric for the launcher that `env` shows.
 
     `fabric run` has decided devices already, and an argument that differs from its flag is an
-    error there; its other flags must not contradict the configuration. Under torchrun Fabric would take one device per process for the whole world and
-    train every rank apart, so the local world size is passed on. Raises ConfigError when
-    the configuration contradicts the launcher.
+    error there; its other flags must not contradict the configuration. Under torchrun Fabric
+    would take one device per process for the whole world and train every rank apart, so the local
+    world size is passed on. Raises ConfigError when the configuration contradicts the launcher.
     """
     accelerator = "auto" if config.accelerator == "auto" else config.accelerator
     arguments: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def report_crash(error: BaseException, run: Run, mesh: Mesh) -> None:
         )
     else:
         tell(f"rank {mesh.rank} failed first:\n{text.rstrip()}", sys.stderr)
-    run.finish("crashed", last_line, 1)
+    run.finish("crashed", last_line if first else run.failure(), 1)
 
 
 def watch_peers(run: Run, mesh: Mesh) -> None:
@@ -301,6 +301,7 @@ def watch_peers(run: Run, mesh: Mesh) -> None:
                 continue
             time.sleep(PEER_GRACE)
             tell(f"rank {mesh.rank} stops: another rank failed", sys.stderr)
+            run.finish("crashed", run.failure(), 1)
             leave(1)
 
     threading.Thread(target=watch, name="watch-peers", daemon=True).start()

@@ -18,6 +18,7 @@ from projects import (
     wait_for_step,
 )
 
+import curry_train.checkpoint.dcp
 import curry_train.step
 
 
@@ -84,7 +85,25 @@ def test_a_crash_is_told_once_by_the_rank_that_failed_first(project, monkeypatch
     (folder,) = run_folders(project)
     failure = json.loads((folder / "failure.json").read_text())
     assert (failure["rank"], failure["type"]) == (failing, "ValueError")
-    assert rows(folder, "journal.jsonl")[-1]["status"] == "crashed"
+    end = rows(folder, "journal.jsonl")[-1]
+    assert end["status"] == "crashed" and "ValueError: planted" in end["reason"]
+
+
+def test_a_bug_while_saving_on_one_rank_shows_where(project, monkeypatch):
+    def planted(path, tensors):
+        if path.name == "rank-00001.safetensors":
+            raise KeyError("planted")
+        return real(path, tensors)
+
+    real = curry_train.checkpoint.dcp.write_safetensors
+    monkeypatch.setattr(curry_train.checkpoint.dcp, "write_safetensors", planted)
+    assert ended(ranks(project, "run.max_steps=1"), within=30) == [1, 1]
+    both = output(project, 0) + output(project, 1)
+    assert both.count("Traceback (most recent call last)") == 1 and "rank 1: " in both
+    assert "in planted" in both and "KeyError: 'planted'" in both
+    (folder,) = run_folders(project)
+    assert "in planted" in json.loads((folder / "failure.json").read_text())["message"]
+    assert not list((folder / "checkpoints").glob("step-*")), "nothing half written stays"
 
 
 def test_a_crash_on_every_rank_is_one_traceback(project, monkeypatch):
@@ -123,6 +142,8 @@ def test_a_stuck_rank_is_ended_when_another_fails(project, monkeypatch):
     monkeypatch.setattr(curry_train.step, "train_step", planted)
     assert ended(ranks(project, "run.max_steps=5"), within=12) == [1, 1]
     assert "rank 0 stops: another rank failed" in output(project, 0)
+    end = rows(run_folders(project)[0], "journal.jsonl")[-1]
+    assert (end["ev"], end["reason"]) == ("end", "rank 1: ValueError: planted")
 
 
 def test_a_batch_that_does_not_divide_is_told_once(project):

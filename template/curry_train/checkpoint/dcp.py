@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -351,8 +352,9 @@ def _through_rank_zero(
 
 
 def _problems(error: Exception) -> list[str]:
-    plain = isinstance(error, CheckpointError)
-    return error.problems if plain else [f"{type(error).__name__}: {error}"]
+    if isinstance(error, CheckpointError):
+        return error.problems
+    return ["".join(traceback.format_exception(error)).rstrip()]  # a bug: say where
 
 
 def _raise_by_rank(problems_of_ranks: list[list[str]], more: Sequence[str] = ()) -> None:

@@ -216,6 +216,14 @@ class Run:
             pass
         return True
 
+    def failure(self) -> str:
+        """Return the failure that failure.json tells, in one line."""
+        try:
+            told = json.loads((self.dir / FAILURE).read_text(encoding="utf-8"))
+            return f"rank {told['rank']}: {told['type']}: {told['message']}"
+        except (OSError, ValueError, TypeError, KeyError):
+            return "another rank failed"
+
     def failure_time(self) -> int | None:
         """Return when failure.json of this attempt was written, in ns, or None; peers watch it."""
         try:
