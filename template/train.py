@@ -51,13 +51,12 @@ def train(config: Config, argv: list[str]) -> int:
             broken = None if out.rescaled else abort.check(step, out.loss, out.grad_norm)
             stop = agreed(signals.code, mesh)
             if not out.finite:
-                what = "loss scale halved" if out.rescaled else "update skipped"
-                run.event("anomaly", step=step, what=what, **out.row())
+                run.event("anomaly", step=step, what="update skipped", **out.row())
             scores = {}
-            if last:
-                scores = evaluate(runtime)
-            elif due(step, config.run.eval_every) and not stop:
-                scores = evaluate(runtime, stop=lambda: agreed(signals.code, mesh))
+            if last or (due(step, config.run.eval_every) and not stop):
+                scores = evaluate(
+                    runtime, stop=None if last else lambda: agreed(signals.code, mesh)
+                )
             if scores:
                 run.event("eval", step=step, tokens=runtime.tokens, **scores)
                 progress.say(f"step {step}  val/loss {scores['val/loss']:.4f}")
