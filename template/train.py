@@ -15,6 +15,9 @@ from curry_train.data import DataError
 from curry_train.launch import launch, prepare_environment, signal_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from curry_train.runtime import Runtime
     from curry_train.tracking.progress import Progress
     from curry_train.tracking.run_folder import Run
 
@@ -24,7 +27,6 @@ def train(config: Config, argv: list[str]) -> int:
     # torch is first imported here, after prepare_environment has set what it reads.
     from curry_train.checkpoint.training_state import begin, save
     from curry_train.data import open_corpus
-    from curry_train.evaluate import evaluate
     from curry_train.generate import write_sample
     from curry_train.parallel.mesh import agreed
     from curry_train.profiling import peak_memory
@@ -52,16 +54,11 @@ def train(config: Config, argv: list[str]) -> int:
             stop = agreed(signals.code, mesh)
             if not out.finite:
                 run.event("anomaly", step=step, what="update skipped", **out.row())
-            scores = {}
             if last or (due(step, config.run.eval_every) and not stop):
-                scores = evaluate(
-                    runtime, stop=None if last else lambda: agreed(signals.code, mesh)
-                )
-            if scores:
-                run.event("eval", step=step, tokens=runtime.tokens, **scores)
-                progress.say(f"step {step}  val/loss {scores['val/loss']:.4f}")
-            if last or step == 1 or scores or due(step, config.run.log_every):
-                run.log(step, {**row, **scores, "memory_bytes": peak_memory(mesh.device)})
+                give_up = None if last else lambda: agreed(signals.code, mesh)
+                row |= validate(runtime, run, progress, give_up)
+            if last or step == 1 or "val/loss" in row or due(step, config.run.log_every):
+                run.log(step, {**row, "memory_bytes": peak_memory(mesh.device)})
             if broken:
                 status, reason = "aborted", broken
                 break
@@ -80,6 +77,19 @@ def train(config: Config, argv: list[str]) -> int:
         run.finish(status, reason, code)
         progress.say(f"{status} at step {runtime.step}" + (f": {reason}" if reason else ""))
     return code
+
+
+def validate(
+    runtime: Runtime, run: Run, progress: Progress, give_up: Callable[[], int] | None
+) -> dict[str, float]:
+    """Score the held-out text and tell it; empty when all ranks gave up for a signal."""
+    from curry_train.evaluate import evaluate
+
+    scores = evaluate(runtime, give_up)
+    if scores:
+        run.event("eval", step=runtime.step, tokens=runtime.tokens, **scores)
+        progress.say(f"step {runtime.step}  val/loss {scores['val/loss']:.4f}")
+    return scores
 
 
 def tell_stop(run: Run, progress: Progress, step: int, name: str) -> None:
