@@ -744,3 +744,28 @@ def test_the_answer_of_find_resume_can_be_handed_to_open(tmp_path):
     folder = tmp_path / "chosen"
     run = start(setup(tmp_path), resume=Resume(folder=folder, message="chosen before"))
     assert run.dir == folder and run.message == "chosen before" and run.attempt == 1
+
+
+@pytest.mark.parametrize("content", [b"data: [1]\nmodel: 3\n", b"\xff\xfe\x00", b"- 1\n", b""])
+def test_description_files_of_any_content_are_set_aside(tmp_path, content, monkeypatch):
+    config = setup(tmp_path, run__resume="auto")
+    first = start(config)
+    first.finish("crashed")
+    for name in ("config.yaml", "environment.txt"):
+        (first.dir / name).write_bytes(content)
+    monkeypatch.setenv("CURRY_RUN_DIR", str(first.dir))
+    run = start(config)
+    run.finish("done")
+    assert (run.dir, run.attempt) == (first.dir, 2)
+    assert (run.dir / "config.attempt-1.yaml").read_bytes() == content
+    assert yaml.safe_load((run.dir / "config.yaml").read_text()) == to_dict(config)
+
+
+def test_a_config_that_holds_no_settings_does_not_stop_auto(tmp_path):
+    config = setup(tmp_path, run__resume="auto")
+    first = start(dataclasses.replace(config, seed=1))
+    first.finish("crashed")
+    (first.dir / "config.yaml").write_text("data: [1]\nmodel: 3\n")
+    run = start(config)
+    run.finish("done")
+    assert run.dir != first.dir and "starting fresh" in run.message

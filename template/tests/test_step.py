@@ -167,6 +167,16 @@ def test_all_labels_ignored_is_a_step_of_zero_gradient():
     assert out.tokens == 0 and out.loss == 0.0 and out.grad_norm == 0.0
 
 
+def test_tokens_count_the_targets_that_are_not_ignored():
+    runtime, wanted = runtime_for(Samples(micro=2)), 0
+    for _ in range(2):
+        (batch,) = Samples.next_step(samples := Samples())
+        assert train_step(runtime).tokens == int((batch["labels"] != -100).sum())
+        wanted += int((batch["labels"] != -100).sum())
+        assert runtime.tokens == wanted < samples.samples_consumed * 12 * runtime.step
+        runtime.batches.samples_consumed = 0
+
+
 def test_fp16_scales_the_loss_and_not_the_update():
     config = replace(CONFIG, precision="fp32", optim=replace(CONFIG.optim, max_grad_norm=0.0))
     plain, scaled = runtime_for(Samples(), config=config), runtime_for(Samples(), config=config)
@@ -191,14 +201,28 @@ def test_half_precisions_keep_float32_parameters_and_learn(precision):
 
 def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps():
     scale = LossScale("fp16")
-    scale.update(False)
+    assert scale.update(False) and scale.value == 64.0
+    for _ in range(LossScale.growth_interval - 1):
+        assert not scale.update(True)
     assert scale.value == 64.0
-    for _ in range(LossScale.growth_interval):
-        scale.update(True)
+    scale.update(True)
     assert scale.value == 128.0
     fixed = LossScale("bf16")
-    fixed.update(False)
+    assert not fixed.update(False) and fixed.value == 1.0
+    for _ in range(LossScale.growth_interval):
+        fixed.update(True)
     assert fixed.value == 1.0
+
+
+def test_good_steps_before_an_overflow_do_not_count_and_the_scale_has_a_floor():
+    scale = LossScale("fp16")
+    for finite in [*[True] * (LossScale.growth_interval - 1), False, True]:
+        scale.update(finite)
+    assert scale.value == 64.0
+    halvings = 0
+    while scale.update(False):
+        halvings += 1
+    assert halvings == 20 and scale.value == 2.0**-14, "then the step itself is to blame"
 
 
 def test_finish_clips_to_the_norm_and_reports_it_before_clipping():
@@ -207,6 +231,23 @@ def test_finish_clips_to_the_norm_and_reports_it_before_clipping():
     report = grads.finish([parameter], token_count=10, max_norm=1.0)
     assert report.norm == pytest.approx(5.0, rel=1e-15) and report.finite
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-15)
+
+
+def test_a_norm_of_zero_clips_nothing_and_a_parameter_without_gradient_gets_zeros():
+    used, unused = (torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+    used.grad = torch.tensor([30.0, 40.0], dtype=torch.float64)
+    report = grads.finish([unused, used], token_count=10, max_norm=0.0)
+    assert report.norm == pytest.approx(5.0, rel=1e-15)
+    assert used.grad.tolist() == pytest.approx([3.0, 4.0]) and unused.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_reported_and_left_as_it_is(bad):
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, bad])
+    report = grads.finish([parameter], token_count=2, max_norm=1.0)
+    assert not report.finite and not abs(report.norm) < float("inf")
+    assert parameter.grad[0] == 1.0
 
 
 def sum_in_small_buckets(rank, world):

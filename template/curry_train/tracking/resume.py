@@ -45,7 +45,8 @@ def resume_hash(config: Config, data_hash: str) -> str:
 
 
 def _decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
-    data = tree.get("data") or {}
+    data = tree.get("data")
+    data = data if isinstance(data, Mapping) else {}  # somebody edited config.yaml
     same = {key: tree.get(key) for key in ("seed", "precision", "model", "optim")}
     return {**same, "data": {key: data.get(key) for key in ("seq_len", "document_mask")}}
 

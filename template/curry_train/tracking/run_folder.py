@@ -304,7 +304,7 @@ def _write_files(
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
     for name, content in files.items():
         path = folder / name
-        if path.exists() and path.read_text(encoding="utf-8") != content:
+        if path.exists() and path.read_bytes() != _encoded(content or ""):
             older = f"{path.stem}.attempt-{attempt - 1}{path.suffix}"
             os.replace(path, path.with_name(older))
         if content is not None:
@@ -329,8 +329,12 @@ def _make_folder(config: Config, resume: Resume) -> Path:
 def _write(path: Path, content: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(3)}")
-    temporary.write_text(content, encoding="utf-8", errors="backslashreplace")
+    temporary.write_bytes(_encoded(content))
     os.replace(temporary, path)
+
+
+def _encoded(content: str) -> bytes:
+    return content.encode("utf-8", "backslashreplace")
 
 
 def _scrubbed(value: Any) -> Any:
