@@ -1,9 +1,12 @@
 """Text from a checkpoint: greedy is the argmax, sampling repeats by its seed, paths are checked."""
 
+import json
+
 import pytest
 import torch
 from projects import SMALL, forked, run_folders
 
+from curry_train.checkpoint import manifest_sha256
 from curry_train.config import Config, ModelConfig
 from curry_train.generate import choose, generate, main
 from curry_train.models.protocol import build_model
@@ -62,3 +65,13 @@ def test_a_run_folder_gives_text_and_a_wrong_path_one_line(tmp_path, capsys, mon
     message = capsys.readouterr().err
     assert "no complete checkpoint" in message and len(message.splitlines()) == 1
     assert main([str(folder), "--max-tokens=0"]) == 2
+    capsys.readouterr()
+    path = checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+    unknown = ({"architecture": "os:system"}, {"made_by_a_newer_version": 1}, {"head_dim": "wide"})
+    for changes in unknown:
+        changed = {**manifest, "model": {**manifest["model"], **changes}}
+        path.write_text(json.dumps({**changed, "sha256": manifest_sha256(changed)}))
+        assert main([str(checkpoint)]) == 2
+        message = capsys.readouterr().err
+        assert "manifest.json describes no model" in message and len(message.splitlines()) == 1

@@ -252,11 +252,19 @@ def test_a_gradient_that_is_not_finite_is_reported_and_left_as_it_is(bad):
 
 def sum_in_small_buckets(rank, world):
     grads.BUCKET_ELEMENTS = 5
+    messages, send = [], dist.all_reduce
+
+    def counted(flat, **options):
+        messages.append(flat.numel())
+        send(flat, **options)
+
+    grads.dist.all_reduce = counted
     tensors = [torch.full((size,), float(rank + 1)) for size in (3, 1, 4, 1, 5, 9)]
     grads.sum_over_ranks(tensors, dist.group.WORLD)
-    return [tensor.tolist() for tensor in tensors]
+    return messages, [tensor.tolist() for tensor in tensors]
 
 
 def test_buckets_lose_no_gradient():
-    for found in run_ranks(sum_in_small_buckets, 2):
+    for messages, found in run_ranks(sum_in_small_buckets, 2):
         assert found == [[3.0] * size for size in (3, 1, 4, 1, 5, 9)]
+        assert messages == [8, 6, 9]

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curry_train.checkpoint import dcp
+from curry_train.checkpoint import MANIFEST, dcp
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 from curry_train.models.protocol import build_model, named_state, saved_view
 from curry_train.optim import materialise_state
 from curry_train.parallel.mesh import Mesh
+from curry_train.rules import unusable
 from curry_train.runtime import Runtime
 from curry_train.tracking.run_folder import Run
 
@@ -149,15 +150,22 @@ def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
 
     Raises CheckpointError when there is no complete checkpoint.
     """
-    checkpoint = path if (path / "manifest.json").exists() else dcp.latest(path / "checkpoints")
+    checkpoint = path if (path / MANIFEST).exists() else dcp.latest(path / "checkpoints")
     if checkpoint is None:
         raise dcp.CheckpointError(
             f"{path} holds no complete checkpoint; give a run folder or a checkpoints/step-* folder"
         )
     manifest = dcp.read_manifest(checkpoint)
-    schema = model_schema(manifest["model"]["architecture"])
-    config = Config(model=schema(**manifest["model"]))
+    try:
+        schema = model_schema(manifest["model"]["architecture"])
+        config = Config(model=schema(**manifest["model"]))
+        seq_len, wrong = int(manifest["seq_len"]), [*unusable(config).values()]
+    except (KeyError, TypeError, ValueError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        where = f"{checkpoint / MANIFEST} describes no model that this project knows"
+        raise dcp.CheckpointError([f"{where}: {problem}" for problem in wrong])
     model = build_model(config, "cpu")
     load_weights(model, checkpoint)
     tokenizer = load_tokenizer(checkpoint / TOKENIZER)
-    return model, tokenizer, manifest["seq_len"]
+    return model, tokenizer, seq_len

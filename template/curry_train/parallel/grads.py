@@ -59,7 +59,7 @@ def finish(
 def sum_over_ranks(grads: list[Tensor], group: dist.ProcessGroup) -> None:
     """Add each gradient over the ranks of `group`, in place, in few large messages.
 
-    Gradients of any shape, the same on every rank. One all-reduce per bucket of one dtype.
+    Gradients of any shape, the same on every rank, of one dtype. One all-reduce per bucket.
     """
     bucket: list[Tensor] = []
     elements = 0
@@ -67,7 +67,7 @@ def sum_over_ranks(grads: list[Tensor], group: dist.ProcessGroup) -> None:
         bucket.append(grad)
         elements += grad.numel()
         last = index == len(grads) - 1
-        if elements >= BUCKET_ELEMENTS or last or grads[index + 1].dtype != grad.dtype:
+        if elements >= BUCKET_ELEMENTS or last:
             flat = torch.cat([part.reshape(-1) for part in bucket])
             dist.all_reduce(flat, group=group)
             for part, summed in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
