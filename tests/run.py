@@ -107,7 +107,13 @@ def make_environment(pip_args: str) -> Path:
             command += ["--disable-pip-version-check", *shlex.split(pip_args)]
             for lock in locks:
                 command += ["-r", str(lock)]
-            code = subprocess.run(command).returncode
+            began, code = time.monotonic(), None
+            pip = subprocess.Popen(command)
+            while code is None:
+                try:
+                    code = pip.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    print(f"install: {time.monotonic() - began:.0f} s", flush=True)
             if code:
                 sys.exit(f"pip install failed with code {code}; the lines above say why")
     return python

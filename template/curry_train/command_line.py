@@ -59,7 +59,7 @@ def load_or_exit(argv: Sequence[str], *, project: Path | None = None) -> Config:
     try:
         if {"-h", "--help"} & set(argv):
             if _is_first_rank():
-                print(help_text(project))
+                print(help_text(project, [word for word in argv if word not in ("-h", "--help")]))
             sys.exit(0)
         return load_config(argv, project=project)
     except ConfigError as error:
@@ -79,18 +79,21 @@ def refuse(error: Exception) -> int:
     return 2
 
 
-def help_text(project: Path | None = None) -> str:
-    """Write the launch ways, the groups with their options, and every key with its meaning."""
+def help_text(project: Path | None = None, argv: Sequence[str] = ()) -> str:
+    """Write the launch ways, the groups with their options, and every key with its meaning.
+
+    The values shown are those that `argv` gives, so `model=NAME --help` shows that model.
+    """
     project = project or PROJECT
     try:
-        config = load_config([], project=project)
+        config = load_config(argv, project=project)
     except ConfigError:
         config = Config()  # help is for those whose files are broken, too
     lines = [USAGE, "Groups (GROUP=OPTION takes configs/GROUP/OPTION.yaml)"]
     lines += [f"  {group:<12}{', '.join(options(project, group))}" for group in GROUPS]
     lines += [
         "",
-        "Settings (KEY=VALUE; null means none), each with the value it has unless you set it",
+        "Settings (KEY=VALUE; null means none), each with the value it has now",
     ]
     model = type(config.model)
     sentences = _sentences(model)

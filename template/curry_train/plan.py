@@ -1,11 +1,13 @@
 """Will it fit: parameters, memory and tokens per step of a layout, in closed form, no device.
 
-`python train.py dry_run=true` prints it.
+`python train.py dry_run=true` prints it. The closed forms know the decoder family; of another
+model parameters are counted on the built model, and its activations and FLOP are unknown.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from curry_train.config import (
     Config,
@@ -52,13 +54,15 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     return total, active
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Return the FLOP of forward and backward per token, all ranks together.
+def flops_per_token(model: Any, seq_len: int) -> float | None:
+    """Return the FLOP of forward and backward per token, all ranks together; None if unknown.
 
     Six per active matrix parameter (the embedding is a lookup), and for attention the causal half:
     6 * heads * head_dim * seq_len per block. Source: Kaplan et al. 2020, section 2.1, with the
     attention term of Chowdhery et al. 2022, appendix B, halved.
     """
+    if not isinstance(model, ModelConfig):
+        return None
     _, active = parameter_counts(model)
     if not model.tie_word_embeddings:
         active -= model.vocab_size * model.hidden_size
@@ -99,30 +103,41 @@ def padded_vocab(model: ModelConfig) -> int:
     return -(-model.vocab_size // 64) * 64
 
 
-def estimate(config: Config, world: int) -> dict[str, int]:
+def stored_elements(config: Config) -> int:
+    """Return the parameters as they stand in memory, the padded vocabulary included."""
+    model = config.model
+    if not isinstance(model, ModelConfig):
+        from curry_train.models.protocol import build_model
+
+        return sum(p.numel() for p in build_model(config, "meta").parameters())
+    padding = padded_vocab(model) - model.vocab_size
+    ends = 1 if model.tie_word_embeddings else 2
+    return parameter_counts(model)[0] + padding * model.hidden_size * ends
+
+
+def estimate(config: Config, world: int) -> dict[str, int | None]:
     """Return bytes per rank: parameters, gradients, optimizer, activations, buffers.
 
     Parameters, gradients and both AdamW moments are float32 (float64 under fp64), whole on every
     rank at parallel.zero=0. Activations are those of one micro-batch; a copy of the weights in
-    the compute dtype is counted with them. Buffers are the gradient bucket of the all-reduce.
+    the compute dtype is counted with them; None where no closed form knows the model. Buffers are
+    the gradient bucket of the all-reduce.
     Raises ValueError when the axes do not make `world` ranks.
     """
     sizes = dims.resolve(config.parallel, world)
     compute = COMPUTE_BYTES[config.precision]
     wide = max(compute, 4)
-    total, _ = parameter_counts(config.model)
-    padding = padded_vocab(config.model) - config.model.vocab_size
-    total += padding * config.model.hidden_size * (1 if config.model.tie_word_embeddings else 2)
-    ranks = dims.batch_world(sizes)
+    total, ranks = stored_elements(config), dims.batch_world(sizes)
     tokens = resolve_micro_batch(config, ranks) * config.data.seq_len
-    activations = tokens * activation_bytes_per_token(config.model, compute, wide)
-    if compute < wide:
-        activations += total * compute
+    activations = None
+    if isinstance(config.model, ModelConfig):
+        activations = round(tokens * activation_bytes_per_token(config.model, compute, wide))
+        activations += total * compute if compute < wide else 0
     return {
         "parameters": total * wide,
         "gradients": total * wide,
         "optimizer": 2 * total * wide,
-        "activations": round(activations),
+        "activations": activations,
         "buffers": min(total, BUCKET_ELEMENTS) * wide if ranks > 1 else 0,
     }
 
@@ -161,11 +176,17 @@ def print_plan(config: Config) -> int:
         f"{local // micro} micro-batches of {micro} on each rank)"
     )
     parts = estimate(config, world)
-    print(f"memory per rank: {readable(sum(parts.values()))} ({config.precision})")
+    known = [amount for amount in parts.values() if amount is not None]
+    without = "" if len(known) == len(parts) else ", without activations"
+    print(f"memory per rank: {readable(sum(known))} ({config.precision}{without})")
     for part, amount in parts.items():
-        print(f"  {part:<12} {amount:>16} bytes  {readable(amount):>10}")
-    flops = flops_per_token(config.model, data.seq_len) * data.global_batch_size * data.seq_len
-    print(f"work per step: {flops:.3e} FLOP")
+        if amount is None:
+            print(f"  {part:<12}          unknown for architecture {config.model.architecture}")
+        else:
+            print(f"  {part:<12} {amount:>16} bytes  {readable(amount):>10}")
+    flops = flops_per_token(config.model, data.seq_len)
+    if flops is not None:
+        print(f"work per step: {flops * data.global_batch_size * data.seq_len:.3e} FLOP")
     axes = "  ".join(f"{axis} {size}" for axis, size in sizes.items())
     print(f"mesh of {world} {'rank' if world == 1 else 'ranks'}: {axes}")
     return 0

@@ -255,7 +255,7 @@ def test_bad_text_is_one_clear_line(tmp_path, content, says):
 
 
 def test_an_unknown_dataset_is_told_with_the_list(tmp_path):
-    with pytest.raises(DataError, match="data.dataset=wiki is unknown.*embedded, python_stdlib"):
+    with pytest.raises(DataError, match=f"data.dataset=wiki is unknown.*{', '.join(DATASETS)}"):
         open_corpus(config(dataset="wiki"), cache_dir=tmp_path)
 
 

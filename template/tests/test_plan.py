@@ -1,6 +1,6 @@
 """The closed forms against the model itself and against the tensors that autograd really keeps."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -97,3 +97,44 @@ def test_flops_count_the_matrices_of_the_model():
     padding = 6 * (320 - 257) * 128
     full_scores = plan.flops_per_token(DENSE, 64) + 6 * heads * 64 + padding
     assert counter.get_total_flops() / 64 == pytest.approx(full_scores, rel=0.03)
+
+
+def test_a_model_without_closed_forms_is_planned_as_far_as_it_is_known(monkeypatch, capsys):
+    from curry_train import models
+
+    monkeypatch.setitem(models.MODELS, "bigram", f"{__name__}:Bigram")
+    config = Config(model=BigramConfig(), devices=1)
+    parts = plan.estimate(config, 1)
+    assert parts["parameters"] == 4 * 257 * 257 and parts["activations"] is None
+    assert plan.flops_per_token(config.model, 128) is None
+    assert plan.print_plan(config) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"parameters: {257 * 257} (active {257 * 257})"
+    assert "without activations" in out and "unknown for architecture bigram" in out
+
+
+@dataclass(frozen=True)
+class BigramConfig:
+    """A model of another family, as a user would add one."""
+
+    architecture: str = "bigram"
+    """Key of MODELS."""
+    vocab_size: int = 257
+    """Token ids."""
+
+
+class Bigram(torch.nn.Module):
+    Config = BigramConfig
+    vocab_parameters, active_share = (), 1.0
+
+    def __init__(self, config, *, compute_dtype):
+        super().__init__()
+        self.vocab_size, self.compute_dtype = config.vocab_size, compute_dtype
+        self.layers = torch.nn.ModuleDict()
+        self.table = torch.nn.Parameter(torch.empty(config.vocab_size, config.vocab_size))
+
+    def init_std(self, name):
+        return 0.02
+
+    def tie_weights(self):
+        pass

@@ -69,7 +69,7 @@ def train(
     project: Path, python: Path, fabric: Path, *, say: Callable[[str], None], to_stderr: bool
 ) -> tuple[Result, int, int | None]:
     """Run the quickstart; return its result, the launcher's code and the signal that came."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())  # as train.py names them
     run = project / "runs" / f"quickstart-{stamp}-{secrets.token_hex(3)}"
     # Through the interpreter: a script's first line breaks on long paths and odd characters.
     command = [python, fabric, "run", "--main-port", str(free_port()), "train.py"]
