@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -37,6 +38,8 @@ Share = Annotated[float, Bound("above 0 and below 1", lambda x: 0 < x < 1)]
 BpeSize = Annotated[int, Bound("of at least 257", lambda n: n >= 257)]
 # What NumPy takes
 Seed = Annotated[int, Bound("of at least 0 and below 2**32", lambda n: 0 <= n < 2**32)]
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from typing import Any
 import yaml
 
 from curry_train.checkpoint import CheckpointError, read_manifest
-from curry_train.config import Config, ModelConfig, build_config, known_settings
+from curry_train.config import RUN_NAME, Config, ModelConfig, build_config, known_settings
 from curry_train.data import DATASETS, vocab_size_of
 from curry_train.parallel.dims import batch_world, resolve
 
@@ -32,7 +31,6 @@ EXPECTED = {
     types.NoneType: "null",
 }
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-NAME = re.compile(r"[^\W_][\w.-]*")
 
 Refusals = Iterator[tuple[str, str]]
 
@@ -236,8 +234,8 @@ def _places(config: Config) -> Refusals:
             read_manifest(Path(run.init_from))
         except CheckpointError as error:
             yield "run.init_from", error.problems[0]
-    if not NAME.fullmatch(run.name):
-        allowed = "letters, digits and . _ -, a letter or digit first"
+    if not RUN_NAME.fullmatch(run.name):
+        allowed = "letters, digits (ASCII) and . _ -, a letter or digit first"
         yield "run.name", f"begins a folder's name; allowed are {allowed}"
     needed, size = vocab_size_of(data), getattr(config.model, "vocab_size", None)
     if needed is not None and isinstance(size, int) and size < needed:

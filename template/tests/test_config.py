@@ -460,6 +460,7 @@ def test_a_project_in_a_folder_with_an_odd_name_composes(tmp_path):
         ("run.init_from", "runs/none", "manifest.json does not exist: not a checkpoint"),
         ("run.name", "../up", "allowed are letters, digits"),
         ("run.name", "", "allowed are letters, digits"),
+        ("run.name", "\u00fcben", "allowed are letters, digits"),
         ("parallel.zero", 1, "not available in this version; set parallel.zero=0"),
         ("parallel.zero", 4, "must be 0, 1, 2 or 3, such as parallel.zero=0"),
         *((f"parallel.{axis}", 2, f"set parallel.{axis}=1") for axis in ("pp", "cp", "tp", "ep")),

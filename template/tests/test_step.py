@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from curry_train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
-from curry_train.loss import mean_loss
+from curry_train.loss import mean_loss, token_sums
 from curry_train.models.protocol import build_model
 from curry_train.optim import LossScale, build_optimizer, lr_at
 from curry_train.parallel import grads
@@ -248,6 +248,19 @@ def test_a_gradient_that_is_not_finite_is_reported_and_left_as_it_is(bad):
     report = grads.finish([parameter], token_count=2, max_norm=1.0)
     assert not report.finite and not abs(report.norm) < float("inf")
     assert parameter.grad[0] == 1.0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_added_in_float64_whatever_the_precision(precision):
+    model = build_model(replace(CONFIG, precision=precision), "cpu")
+    (batch,) = Samples().next_step()
+    sums = token_sums(model, batch)
+    assert {sums.nll.dtype, sums.aux.dtype, sums.z.dtype} == {torch.float64}
+    logits = model(batch["input_ids"]).logits.float()
+    each = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="none"
+    )
+    assert sums.nll.item() == each.double().sum().item()
 
 
 def sum_in_small_buckets(rank, world):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import secrets
 import socket
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curry_train.checkpoint import read_manifest
-from curry_train.config import Config, ConfigError, config_hash, to_dict
+from curry_train.config import RUN_NAME, Config, ConfigError, config_hash, to_dict
 from curry_train.tracking import provenance, scrub
 from curry_train.tracking.journal import END_STATUS, Journal, JsonLines, plain
 from curry_train.tracking.lease import Lease
@@ -316,7 +315,7 @@ def _make_folder(config: Config, resume: Resume) -> Path:
     if resume.folder is not None:
         resume.folder.mkdir(parents=True, exist_ok=True)
         return resume.folder
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
+    if not RUN_NAME.fullmatch(config.run.name):
         raise ConfigError(
             [f"run.name={config.run.name!r}; allowed: letters, digits, dot, dash and underscore"]
         )
