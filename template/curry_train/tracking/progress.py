@@ -16,12 +16,14 @@ PLAIN_LINES = 20
 
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Print a line. A reader that is gone, a full disk or a narrow encoding never ends a run."""
-    stream = stream or sys.stdout
-    encoding = stream.encoding or "utf-8"
+    out = stream or sys.stdout
+    if out is None:  # closed before Python started
+        return
+    encoding = out.encoding or "utf-8"
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
     except OSError:  # what is still buffered would fail again when the process ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 class Progress:
