@@ -222,3 +222,30 @@ def test_the_config_survives_a_checkpoint_manifest():
     from dataclasses import asdict
 
     assert ModelConfig(**json.loads(json.dumps(asdict(MOE)))) == MOE
+
+
+def test_auxiliary_losses_are_summed_over_blocks_with_their_coefficients():
+    config = ModelConfig(
+        num_hidden_layers=3, num_experts=4, router_aux_loss_coef=0.5, router_z_loss_coef=0.25
+    )
+    model = build_model(Config(model=config, precision="fp64"), "cpu")
+    seen = []
+    for block in model.layers.values():
+        block.mlp.gate.register_forward_hook(lambda module, args, out: seen.append(out))
+    out = model(batch_of()["input_ids"])
+    assert len(seen) == 3
+    torch.testing.assert_close(out.aux_loss, 0.5 * sum(one.aux_loss for one in seen))
+    torch.testing.assert_close(out.z_loss, 0.25 * sum(one.z_loss for one in seen))
+
+
+def test_the_shared_expert_reads_what_the_router_reads():
+    config = ModelConfig(num_experts=4, shared_expert_intermediate_size=16)
+    model = build_model(Config(model=config), "cpu")
+    read = {}
+    mlp = model.layers["0"].mlp
+    for name, module in (("gate", mlp.gate), ("shared", mlp.shared_experts)):
+        module.register_forward_hook(
+            lambda module, args, out, name=name: read.__setitem__(name, args[0])
+        )
+    model(batch_of()["input_ids"])
+    assert torch.equal(read["gate"], read["shared"])

@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from curry_train.config import DataConfig
 from curry_train.data import open_corpus
 from curry_train.data.loader import validation_batches
 from curry_train.evaluate import evaluate
+from curry_train.parallel.mesh import Mesh
 from curry_train.runtime import build_runtime
+from curry_train.testing import run_ranks
 
 SMALL = ("model.num_hidden_layers=1", "model.num_experts=0", "data.val_fraction=0.01",
          "precision=fp64", "accelerator=cpu")  # fmt: skip
@@ -55,3 +58,23 @@ def test_build_runtime_writes_nothing(tmp_path, monkeypatch):
     build_runtime(SMALL)
     assert list(tmp_path.iterdir()) == []
     assert open_corpus(DataConfig(), cache_dir=None).train.tokens > 300_000
+
+
+def scores_on_rank(rank, world):
+    runtime = build_runtime(SMALL)
+    group = dist.new_group()
+    groups = {"world": group, "batch": group}
+    runtime.mesh = Mesh(rank, world, rank, runtime.device, runtime.mesh.sizes, groups)
+    return evaluate(runtime)
+
+
+def test_ranks_share_the_split_and_agree_on_the_whole():
+    whole = evaluate(build_runtime(SMALL))
+    for scores in run_ranks(scores_on_rank, 2):
+        assert scores == pytest.approx(whole, rel=1e-12)
+
+
+def test_evaluation_that_is_given_up_tells_nothing_and_leaves_the_model_training():
+    runtime, asked = build_runtime(SMALL), []
+    assert evaluate(runtime, lambda: asked.append(runtime.model.training) or len(asked) == 2) == {}
+    assert asked == [False, False] and runtime.model.training

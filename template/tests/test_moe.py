@@ -126,3 +126,20 @@ def test_the_bank_repeats_bit_for_bit():
     weights = torch.rand(64, 2)
     first = run_bank(experts, x, ids, weights)
     assert all(torch.equal(first, run_bank(experts, x, ids, weights)) for _ in range(3))
+
+
+def test_ties_among_many_experts_keep_the_order_of_their_ids():
+    config = ModelConfig(hidden_size=6, num_experts=128, num_experts_per_tok=8)
+    router = TopKRouter(config)
+    router.weight.data.zero_()
+    routing = router(torch.ones(4, 16, 6))
+    assert (routing.expert_ids == torch.arange(8)).all()
+
+
+def test_half_precision_inputs_are_routed_in_float32():
+    router = filled(TopKRouter(TINY)).float()
+    x = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    half, full = router(x.bfloat16()), router(x.bfloat16().float())
+    assert torch.equal(half.expert_ids, full.expert_ids)
+    assert half.weights.dtype == torch.bfloat16
+    assert torch.equal(half.z_loss, full.z_loss) and torch.equal(half.aux_loss, full.aux_loss)

@@ -51,3 +51,15 @@ def test_matrices_decay_and_norms_and_the_embedding_do_not():
     for name, parameter in model.named_parameters():
         free = "norm" in name or "embed_tokens" in name
         assert decay[id(parameter)] == (0.0 if free else 0.3), name
+
+
+def test_without_min_lr_the_end_is_a_tenth_of_the_peak():
+    assert lr_at(110, replace(COSINE, min_lr=None), 110) == pytest.approx(0.1)
+    assert lr_at(110, replace(COSINE, min_lr=0.0), 110) == pytest.approx(0.0)
+
+
+def test_a_wsd_decay_longer_than_what_follows_the_warm_up_starts_at_the_peak():
+    wsd = replace(COSINE, schedule="wsd", decay_steps=1000)
+    assert lr_at(10, wsd, 110) == 1.0
+    assert lr_at(60, wsd, 110) == pytest.approx(0.55)
+    assert lr_at(110, wsd, 110) == pytest.approx(0.1)
