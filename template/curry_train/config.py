@@ -191,7 +191,7 @@ class RunConfig:
     keep: Natural = 3
     """Newest checkpoints kept; 0 keeps all."""
     stop_grace: Positive = 25.0
-    """Seconds a checkpoint may take after SIGTERM."""
+    """Seconds from a stop signal to the end of the process; a longer stop is told."""
     comm_timeout: Positive = 600.0
     """Seconds a collective may wait before the run ends."""
     max_nonfinite: Natural = 3

@@ -245,6 +245,10 @@ def launch(
     except Exception as error:
         report_crash(error, run, mesh)
         leave(1)
+    if signals.seen_at is not None:
+        seconds, grace = time.monotonic() - signals.seen_at, config.run.stop_grace
+        if seconds > grace:
+            tell(f"the stop took {seconds:.0f} s, longer than run.stop_grace={grace:g}", sys.stderr)
     agreed(0, mesh)  # nobody leaves while another rank may still need it
     close_group()
 

@@ -1,5 +1,6 @@
 """One process of train.py: stops, aborts, bad input, own text, weights of another run."""
 
+import json
 import os
 import signal
 import time
@@ -228,8 +229,46 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_deleted(project):
     victim.write_bytes(content)
     code, out = train(project, "run.max_steps=2", "run.name=after", f"run.resume={checkpoint}")
     assert code == 1 and victim.name in out and "Traceback" not in out
-    assert victim.exists()
+    assert victim.exists() and "an older checkpoint" not in out
     assert victim.name in (the_run(project, "after") / "failure.json").read_text()
+
+
+def test_a_damaged_newest_checkpoint_offers_the_older_one_and_auto_stops_there(project):
+    settings = ("run.max_steps=4", "run.save_every=1")
+    assert train(project, *settings)[0] == 0
+    folder = the_run(project)
+    newest = folder / "checkpoints" / "step-00000004"
+    victim = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    code, out = train(project, "run.max_steps=5", f"run.resume={folder}")
+    older = folder / "checkpoints" / "step-00000003"
+    assert code == 1 and f"run.resume={older}" in out, out
+    code, out = train(project, "run.max_steps=5", f"run.resume={older}", "run.name=again")
+    assert code == 0, out
+    assert sorted(losses(the_run(project, "again"))) == [4, 5]
+
+
+def test_a_stop_longer_than_its_grace_is_told(project):
+    pid = fork_train(
+        *SMALL, "run.max_steps=1000", "run.stop_grace=0.000001", log=project / "log.txt"
+    )
+    wait_for_step(project, 1)
+    os.kill(pid, signal.SIGTERM)
+    assert exit_code(pid) == 0
+    assert "longer than run.stop_grace=1e-06" in (project / "log.txt").read_text()
+
+
+def test_fp16_starts_its_own_loss_scale_from_a_float32_checkpoint(project):
+    assert train(project, "run.max_steps=1", "run.name=first")[0] == 0
+    (checkpoint,) = (the_run(project, "first") / "checkpoints").glob("step-*")
+    code, out = train(
+        project, "run.max_steps=2", "run.name=half", "precision=fp16", f"run.resume={checkpoint}"
+    )
+    assert code == 0, out
+    (saved,) = (the_run(project, "half") / "checkpoints").glob("step-*")
+    assert json.loads((saved / "manifest.json").read_text())["loss_scale"][0] == 128.0
 
 
 @pytest.mark.parametrize("key", ["init_from", "resume"])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curry_train.checkpoint import MANIFEST, dcp
+from curry_train.checkpoint import MANIFEST, complete_checkpoints, dcp
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 from curry_train.models.protocol import build_model, named_state, saved_view
@@ -28,6 +28,7 @@ from curry_train.tracking.run_folder import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TOKENIZER = "tokenizer.json"
+INACTIVE = [1.0, 0]
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -127,7 +128,8 @@ def restore(runtime: Runtime, checkpoint: Path) -> dict[str, Any]:
     runtime.step = manifest["step"]
     runtime.tokens = manifest["tokens"]
     runtime.batches.samples_consumed = manifest["samples_consumed"]
-    runtime.loss_scale.value, runtime.loss_scale.good_steps = manifest["loss_scale"]
+    if manifest["loss_scale"] != INACTIVE:  # written under fp16
+        runtime.loss_scale.value, runtime.loss_scale.good_steps = manifest["loss_scale"]
     return manifest
 
 
@@ -135,9 +137,22 @@ def begin(runtime: Runtime, run: Run) -> None:
     """Bring a fresh runtime to where `run` starts: its checkpoint, run.init_from, or nothing."""
     init_from = runtime.config.run.init_from
     if run.checkpoint is not None:
-        restore(runtime, run.checkpoint)
+        try:
+            restore(runtime, run.checkpoint)
+        except dcp.CheckpointError as error:
+            raise dcp.CheckpointError([*error.problems, *offer_older(run.checkpoint)]) from None
     elif init_from is not None:
         load_weights(runtime.model, Path(init_from), mesh=runtime.mesh)
+
+
+def offer_older(checkpoint: Path) -> list[str]:
+    """Return a sentence that names the newest complete checkpoint before `checkpoint`, if any."""
+    older = [
+        path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name
+    ]
+    if not older:
+        return []
+    return [f"nothing was changed; an older checkpoint is there: run.resume={max(older)}"]
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, mesh: Mesh | None = None) -> dict[str, Any]:
