@@ -70,30 +70,96 @@ class ModelConfig:
     """Added to the mean square inside RMSNorm."""
     qk_norm: bool = True
     """RMSNorm on queries and keys per head, as Qwen3."""
+    attention_bias: bool = False
+    """Biases in the query, key, value and output projections."""
+    attention_sinks: bool = False
+    """One learned logit a head that takes attention and gives no value, as gpt-oss."""
+    sliding_window: Count | None = None
+    """Keys each query sees, itself included; null sees all earlier ones."""
+    sliding_window_pattern: Natural = 0
+    """Every n-th block sees all keys in spite of sliding_window; 0: none does."""
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    """How rotary frequencies are scaled beyond original_max_position_embeddings."""
+    rope_factor: Positive = 1.0
+    """How many times longer the context became; read by linear, llama3 and yarn."""
+    original_max_position_embeddings: Count | None = None
+    """Context before scaling; needed by llama3 and yarn."""
+    rope_low_freq_factor: Positive = 1.0
+    """llama3: wavelengths above original context / this are scaled in full."""
+    rope_high_freq_factor: Positive = 4.0
+    """llama3: wavelengths below original context / this are left alone."""
+    rope_beta_fast: Positive = 32.0
+    """yarn: dimensions that turn more often than this in the original context are left alone."""
+    rope_beta_slow: Positive = 1.0
+    """yarn: dimensions that turn less often than this are scaled in full."""
+    rope_mscale: NonNegative = 0.0
+    """yarn as DeepSeek: attention temperature of the rotation; 0 takes the paper's."""
+    rope_mscale_all_dim: NonNegative = 0.0
+    """yarn as DeepSeek: attention temperature of the whole softmax; 0 means none."""
+    rope_truncate: bool = True
+    """yarn: round the correction range to whole dimensions."""
+    rope_interleave: bool = False
+    """Rotate neighbours (2i, 2i+1), as DeepSeek, instead of halves."""
+    kv_lora_rank: Natural = 0
+    """Width of the compressed keys and values of multi-head latent attention; 0: grouped-query."""
+    q_lora_rank: Natural = 0
+    """Width of the compressed queries of latent attention; 0 does not compress them."""
+    qk_nope_head_dim: Natural = 0
+    """Latent attention: width of a query/key head without rotation."""
+    qk_rope_head_dim: Natural = 0
+    """Latent attention: width of a query/key head with rotation; all heads share that key."""
+    v_head_dim: Natural = 0
+    """Latent attention: width of a value head."""
     tie_word_embeddings: bool = False
     """Use the embedding matrix as output head."""
     initializer_range: Positive = 0.02
     """Standard deviation of every normal-initialised matrix."""
-    sliding_window: Count | None = None
-    """Keys each query sees, itself included; null sees all earlier ones."""
     num_experts: Natural = 0
     """Routed experts per MoE block; 0 makes every feed-forward dense."""
     num_experts_per_tok: Count = 2
     """Experts that each token visits."""
     moe_intermediate_size: Count = 176
     """Hidden width of one routed expert."""
-    norm_topk_prob: bool = True
-    """Divide the chosen router weights by their sum."""
     shared_expert_intermediate_size: Natural = 0
     """Hidden width of the expert that every token visits; 0 means none."""
     first_k_dense_replace: Natural = 0
     """Leading blocks that stay dense in a MoE model."""
+    expert_bias: bool = False
+    """Biases in the projections of the experts, as gpt-oss."""
+    swiglu_limit: Positive | None = None
+    """Clamp of gate and up in the experts' SwiGLU of gpt-oss; null is the plain SwiGLU."""
+    routing: Literal["top_k", "expert_choice", "round_robin"] = "top_k"
+    """Who chooses: tokens, experts (they look at later tokens), or nobody (for benchmarks)."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores from router logits."""
+    norm_topk_prob: bool = True
+    """Divide the chosen router weights by their sum."""
+    routed_scaling_factor: Positive = 1.0
+    """Factor on the chosen router weights."""
+    router_bias: bool = False
+    """A learned bias in the router's projection, as gpt-oss."""
+    n_group: Count = 1
+    """Groups of experts; a token chooses experts of topk_group groups only."""
+    topk_group: Count = 1
+    """Groups that a token may choose from."""
+    group_score: Literal["top2", "max"] = "top2"
+    """Score of a group: the sum of its two best experts (DeepSeek-V3) or its best (V2)."""
+    correction_bias: bool = False
+    """Balance without loss: a bias on scores, for the choice only, moved once a step."""
+    correction_bias_update_rate: NonNegative = 0.001
+    """How far the correction bias moves in one optimizer step."""
+    capacity_factor: NonNegative = 0.0
+    """An expert takes this times its even share of a sequence's choices; 0 drops nothing."""
+    drop_policy: Literal["weight", "position"] = "weight"
+    """Who keeps a place when an expert is full: the largest weights or the earliest tokens."""
     router_aux_loss_coef: NonNegative = 0.01
     """Weight of the load-balance loss."""
     router_z_loss_coef: NonNegative = 0.0
     """Weight of the router z-loss."""
     router_aux_loss_scope: str = "sequence"
     """Tokens one balance loss looks at: sequence or micro_batch."""
+    moe_backend: Literal["auto", "triton", "grouped_mm", "sorted", "reference"] = "auto"
+    """What multiplies the experts; `python -m curry_train.kernels.report` says what auto takes."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from curry_train.config import OptimConfig
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Tell whether weight decay applies: matrices do; vectors and the embedding never."""
-    return parameter.dim() >= 2 and "embed_tokens" not in name
+    """Tell whether weight decay applies: matrices do; vectors, biases and the embedding never."""
+    return parameter.dim() >= 2 and "embed_tokens" not in name and not name.endswith(".bias")
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

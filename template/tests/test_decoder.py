@@ -8,7 +8,13 @@ import torch
 
 from curry_train.config import Config, ModelConfig
 from curry_train.loss import mean_loss, token_sums
-from curry_train.models.protocol import build_model, count_parameters, generator_for, named_state
+from curry_train.models.protocol import (
+    build_model,
+    count_parameters,
+    generator_for,
+    named_state,
+    saved_views,
+)
 from curry_train.testing import assert_same
 
 DENSE = ModelConfig(num_hidden_layers=2)
@@ -38,6 +44,13 @@ def hugging_face(config: ModelConfig, state: dict) -> torch.nn.Module:
         model = transformers.Qwen3MoeForCausalLM(settings)
     else:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields))
+    model = model.double()
+    model.load_state_dict(hugging_face_names(state), strict=True)
+    return model
+
+
+def hugging_face_names(state):
+    """Return tensors by the names of transformers 5, which stacks gate and up of the experts."""
     theirs = {}
     for name, tensor in state.items():
         if ".experts.gate_proj." in name:
@@ -47,9 +60,7 @@ def hugging_face(config: ModelConfig, state: dict) -> torch.nn.Module:
             theirs[name.removesuffix(".weight")] = tensor
         elif ".experts.up_proj." not in name:
             theirs[name] = tensor
-    model = model.double()
-    model.load_state_dict(theirs, strict=True)
-    return model
+    return theirs
 
 
 # transformers takes norms and rotary angles in float32 even in a float64 model, so the two agree to
@@ -79,17 +90,8 @@ def test_logits_and_gradients_equal_hugging_face(config):
     wanted = {n: p.grad for n, p in theirs.named_parameters()}
     found = {}
     for name, parameter in ours.named_parameters():
-        grad = parameter.grad[: config.vocab_size] if name in ours.vocab_parameters else (
-            parameter.grad
-        )  # fmt: skip
-        if ".experts.gate_proj." in name:
-            up = dict(ours.named_parameters())[name.replace("gate_proj", "up_proj")].grad
-            found[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat((grad, up), 1)
-        elif ".experts.down_proj." in name:
-            found[name.removesuffix(".weight")] = grad
-        elif ".experts.up_proj." not in name:
-            found[name] = grad
-    assert_same(found, wanted, tolerance=HF_TOLERANCE)
+        found |= saved_views(ours, name, parameter.grad)
+    assert_same(hugging_face_names(found), wanted, tolerance=HF_TOLERANCE)
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["tiny_dense", "tiny_moe"])

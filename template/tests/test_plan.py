@@ -133,6 +133,9 @@ class Bigram(torch.nn.Module):
         self.layers = torch.nn.ModuleDict()
         self.table = torch.nn.Parameter(torch.empty(config.vocab_size, config.vocab_size))
 
+    def init_constant(self, name):
+        return None
+
     def init_std(self, name):
         return 0.02
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curry_train.checkpoint import MANIFEST, complete_checkpoints, dcp
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
-from curry_train.models.protocol import build_model, named_state, saved_view
+from curry_train.models.protocol import build_model, named_state, saved_views
 from curry_train.optim import materialise_state
 from curry_train.parallel.mesh import Mesh
 from curry_train.rules import unusable
@@ -41,7 +41,8 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         for moment in MOMENTS:
-            tensors[f"optim.{moment}.{name}"] = saved_view(model, name, state[moment])
+            views = saved_views(model, name, state[moment])
+            tensors |= {f"optim.{moment}.{saved}": view for saved, view in views.items()}
     tensors["optim.step"] = next(iter(optimizer.state.values()))["step"]
     return tensors
 

@@ -13,9 +13,10 @@ from curry_train.config import ModelConfig
 from curry_train.layers.attention import Attention, Positions
 from curry_train.layers.linear import Embedding, Linear
 from curry_train.layers.mlp import SwiGLU
-from curry_train.layers.moe import MoE, Route, sort_by_expert, weighted_sum
+from curry_train.layers.moe import MoE
 from curry_train.layers.norm import RMSNorm
 from curry_train.layers.rope import rotary_angles
+from curry_train.layers.routing import Routing
 from curry_train.models.protocol import ModelOutput, run_block
 
 VOCAB_MULTIPLE = 64
@@ -31,23 +32,25 @@ class DenseBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def attention(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Route | None]:
+    def attention(
+        self, x_BSD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Routing | None]:
         residual = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions)
         return residual, self.post_attention_layernorm(residual).flatten(0, 1), None
 
-    def dispatch(self, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return rows_RD
+    def dispatch(self, x_TD: Tensor, routing: None) -> tuple[Tensor, None]:
+        return x_TD, None
 
-    def experts(self, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return self.mlp(rows_RD)
+    def experts(self, x_TD: Tensor, routing: None) -> Tensor:
+        return self.mlp(x_TD)
 
-    def combine(self, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return rows_RD
+    def combine(self, out_TD: Tensor) -> Tensor:
+        return out_TD
 
-    def aggregate(self, residual_BSD: Tensor, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return residual_BSD + rows_RD.view_as(residual_BSD)
+    def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor:
+        return residual_BSD + out_TD.view_as(residual_BSD)
 
-    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Route | None]:
+    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Routing | None]:
         return run_block(self, x_BSD, positions)
 
 
@@ -60,32 +63,30 @@ class MoEBlock(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MoE(config)
-        self.num_experts = config.num_experts
 
-    def attention(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Route | None]:
+    def attention(
+        self, x_BSD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Routing | None]:
         residual = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions)
         hidden = self.post_attention_layernorm(residual)
         routing = self.mlp.gate(hidden)
-        route = sort_by_expert(routing, self.num_experts)
-        tokens = hidden.flatten(0, 1)
-        rows = tokens[route.order // routing.weights.shape[1]]
         if self.mlp.shared_experts is not None:
             residual = residual + self.mlp.shared_experts(hidden)
-        return residual, rows, route
+        return residual, hidden.flatten(0, 1), routing
 
-    def dispatch(self, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return rows_RD
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        return x_TD, routing
 
-    def experts(self, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return self.mlp.experts(rows_RD, route.tokens_per_expert)
+    def experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        return self.mlp.experts(x_TD, routing)
 
-    def combine(self, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return rows_RD
+    def combine(self, out_TD: Tensor) -> Tensor:
+        return out_TD
 
-    def aggregate(self, residual_BSD: Tensor, rows_RD: Tensor, route: Route | None) -> Tensor:
-        return residual_BSD + weighted_sum(rows_RD, route).view_as(residual_BSD)
+    def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor:
+        return residual_BSD + out_TD.view_as(residual_BSD)
 
-    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Route | None]:
+    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Routing | None]:
         return run_block(self, x_BSD, positions)
 
 
@@ -132,6 +133,12 @@ class Decoder(nn.Module):
     def layers(self) -> nn.ModuleDict:
         return self.model.layers
 
+    def init_constant(self, name: str) -> float | None:
+        """Return the value that all of `name` starts with, None when it is drawn."""
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            return 1.0
+        return 0.0 if name.endswith((".bias", ".sinks")) else None
+
     def init_std(self, name: str) -> float:
         """Return the standard deviation that the matrix `name` starts with."""
         return self.config.initializer_range
@@ -150,19 +157,18 @@ class Decoder(nn.Module):
         )
         positions = Positions(cos, sin, doc_ids)
         x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
-        routes = []
+        routings = []
         for block in self.layers.values():
-            x, route = block(x, positions)
-            if route is not None:
-                routes.append(route)
+            x, routing = block(x, positions)
+            if routing is not None:
+                routings.append(routing)
         logits = self.lm_head(self.model.norm(x))
         logits[..., self.vocab_size :] = -torch.inf
-        if not routes:
-            return ModelOutput(logits, None, None)
-        aux_loss = torch.stack([route.aux_loss for route in routes]).sum(0)
-        z_loss = torch.stack([route.z_loss for route in routes]).sum(0)
+        if not routings:
+            return ModelOutput(logits)
         return ModelOutput(
             logits,
-            config.router_aux_loss_coef * aux_loss,
-            config.router_z_loss_coef * z_loss,
+            config.router_aux_loss_coef * torch.stack([r.aux_loss for r in routings]).sum(0),
+            config.router_z_loss_coef * torch.stack([r.z_loss for r in routings]).sum(0),
+            torch.stack([routing.tokens_per_expert for routing in routings]),
         )

@@ -3,12 +3,13 @@
 A model is a module whose forward takes a batch and returns `ModelOutput`, with a class attribute
 `Config` (the dataclass of its `model` group) and these attributes:
 `layers` (blocks keyed by their global index), `vocab_size`, `vocab_parameters`, `compute_dtype`,
-`active_share`, `init_std(name)` and `tie_weights()`.
+`active_share`, `init_constant(name)`, `init_std(name)` and `tie_weights()`.
 A block is five parts. Whoever keeps them gets every parallelism and the overlapped pipeline,
 which runs the parts of two micro-batches in turn.
 
-Parameters carry Hugging-Face-like names, the same in memory and on disk; `saved_view` says which
-part of a parameter is real (the vocabulary is padded in memory only).
+Parameters carry Hugging-Face-like names. Two things stand otherwise in memory than on disk: the
+vocabulary is padded, and the experts' gate and up projections are one matrix. `saved_views` is
+the one place that knows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from curry_train.config import Config
 from curry_train.layers.attention import Positions
-from curry_train.layers.moe import Route
+from curry_train.layers.moe import GateUpLinear
+from curry_train.layers.routing import Routing
 from curry_train.models import MODELS
 
 COMPUTE_DTYPES = {
@@ -38,45 +40,45 @@ class ModelOutput(NamedTuple):
     """What a forward pass returns.
 
     Shapes: logits [B, S, padded vocabulary] in the compute dtype, minus infinity at the padding;
-    aux_loss and z_loss [B], summed over blocks, already multiplied by their coefficients, or None
-    for a model without experts.
+    aux_loss and z_loss [B], summed over blocks, already multiplied by their coefficients;
+    tokens_per_expert int64 [MoE blocks, E]; all three None for a model without experts.
     """
 
     logits: Tensor
-    aux_loss: Tensor | None
-    z_loss: Tensor | None
+    aux_loss: Tensor | None = None
+    z_loss: Tensor | None = None
+    tokens_per_expert: Tensor | None = None
 
 
 class Block(Protocol):
-    """The five parts of a decoder block; T = B*S tokens, R rows sorted by expert (R = T if dense).
+    """The five parts of a decoder block; T = B*S tokens here, any number on the way.
 
-    attention:  [B, S, D] -> residual [B, S, D], rows [R, D], route
-    dispatch:   rows in local order -> rows on the ranks that own their experts
-    experts:    rows -> rows
-    combine:    rows back on the ranks and in the order of `attention`
-    aggregate:  residual + rows -> [B, S, D]
+    attention:  [B, S, D] -> residual [B, S, D], x [T, D], routing (None for a dense block)
+    dispatch:   x and routing -> the rows that the experts of this rank work on, and theirs
+    experts:    rows -> rows, each the weighted sum over its experts of this rank
+    combine:    rows -> out [T, D], summed over the ranks that worked on a token
+    aggregate:  residual + out -> [B, S, D]
     """
 
     def attention(
         self, x_BSD: Tensor, positions: Positions
-    ) -> tuple[Tensor, Tensor, Route | None]: ...
+    ) -> tuple[Tensor, Tensor, Routing | None]: ...
 
-    def dispatch(self, rows_RD: Tensor, route: Route | None) -> Tensor: ...
+    def dispatch(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Routing | None]: ...
 
-    def experts(self, rows_RD: Tensor, route: Route | None) -> Tensor: ...
+    def experts(self, x_TD: Tensor, routing: Routing | None) -> Tensor: ...
 
-    def combine(self, rows_RD: Tensor, route: Route | None) -> Tensor: ...
+    def combine(self, out_TD: Tensor) -> Tensor: ...
 
-    def aggregate(self, residual_BSD: Tensor, rows_RD: Tensor, route: Route | None) -> Tensor: ...
+    def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor: ...
 
 
-def run_block(block: Block, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Route | None]:
-    """Compose the five parts; returns [B, S, D] and the route (None for a dense block)."""
-    residual, rows, route = block.attention(x_BSD, positions)
-    rows = block.dispatch(rows, route)
-    rows = block.experts(rows, route)
-    rows = block.combine(rows, route)
-    return block.aggregate(residual, rows, route), route
+def run_block(block: Block, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Routing | None]:
+    """Compose the five parts; returns [B, S, D] and the routing (None for a dense block)."""
+    residual, x, routing = block.attention(x_BSD, positions)
+    rows, local = block.dispatch(x, routing)
+    out = block.combine(block.experts(rows, local))
+    return block.aggregate(residual, out), routing
 
 
 def build_model(config: Config, device: torch.device | str) -> nn.Module:
@@ -103,18 +105,27 @@ def build_model(config: Config, device: torch.device | str) -> nn.Module:
     return model
 
 
-def saved_view(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return the part of `tensor` that is the parameter `name`: all but the padded vocabulary.
+def saved_views(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the parts of a parameter (or its gradient, its moment) under the names of files.
 
-    Shapes: [padded, D] becomes a view [vocab_size, D] for the tensors in `model.vocab_parameters`.
+    Shapes: a padded vocabulary [padded, D] becomes a view [vocab_size, D]; a gate_up_proj
+    [E, 2F, ...] two views gate_proj and up_proj [E, F, ...]; all else is itself.
     """
-    return tensor[: model.vocab_size] if name in model.vocab_parameters else tensor
+    if name in model.vocab_parameters:
+        return {name: tensor[: model.vocab_size]}
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if not isinstance(module, GateUpLinear):
+        return {name: tensor}
+    bank = owner.rpartition(".")[0]
+    return {f"{bank}.{part}.{leaf}": view for part, view in module.parts(tensor).items()}
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter once as (canonical name, view of its real part)."""
+    """Yield (canonical name, view of its real part) of every parameter once, then of buffers."""
     for name, parameter in model.named_parameters():
-        yield name, saved_view(model, name, parameter.detach())
+        yield from saved_views(model, name, parameter.detach()).items()
+    yield from model.named_buffers()
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -127,22 +138,24 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def init_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter from its own generator, at its full global shape, in float32.
 
-    Vectors become ones (all of them are norm weights); matrices are normal with mean 0 and the
-    standard deviation `model.init_std(name)`; stacked experts [E, ...] draw expert by expert.
-    A layout that holds a slice takes the slice of the same draw, so no layout changes a value.
+    What `model.init_constant` knows gets that value; the rest is normal with mean 0 and standard
+    deviation `model.init_std(name)`; stacked experts [E, ...] draw expert by expert. Buffers are
+    zero. A layout that holds a slice takes the slice of the same draw: no layout changes a value.
     """
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         parameter.zero_()
-        real = saved_view(model, name, parameter)
-        if real.dim() == 1:
-            real.fill_(1.0)
-            continue
-        std = model.init_std(name)
-        if real.dim() == 3:
-            for expert, weight in enumerate(real):
-                weight.copy_(_normal(weight.shape, std, generator_for(seed, f"{name}#{expert}")))
-        else:
-            real.copy_(_normal(real.shape, std, generator_for(seed, name)))
+        for saved, view in saved_views(model, name, parameter).items():
+            constant = model.init_constant(saved)
+            if constant is not None:
+                view.fill_(constant)
+            elif view.dim() == 3:
+                for expert, weight in enumerate(view):
+                    generator = generator_for(seed, f"{saved}#{expert}")
+                    weight.copy_(_normal(weight.shape, model.init_std(saved), generator))
+            else:
+                view.copy_(_normal(view.shape, model.init_std(saved), generator_for(seed, saved)))
 
 
 def _normal(shape: Any, std: float, generator: torch.Generator) -> Tensor:
@@ -152,8 +165,9 @@ def _normal(shape: Any, std: float, generator: torch.Generator) -> Tensor:
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return (all, active per token) parameters with the unpadded vocabulary."""
     total = active = 0
-    for _, tensor in named_state(model):
-        total += tensor.numel()
-        share = model.active_share if tensor.dim() == 3 else 1.0
-        active += round(tensor.numel() * share)
+    for name, parameter in model.named_parameters():
+        for saved, view in saved_views(model, name, parameter).items():
+            total += view.numel()
+            share = model.active_share if ".experts." in saved else 1.0
+            active += round(view.numel() * share)
     return total, active
