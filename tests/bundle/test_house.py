@@ -68,6 +68,11 @@ def long_package(planted):
         planted.write(f"{PACKAGE}/part{number}.py", "x = 1\n" * 440)
 
 
+def long_kernels(planted):
+    for number in range(6):
+        planted.write(f"{PACKAGE}/kernels/part{number}.py", "x = 1\n" * 440)
+
+
 def long_reach(planted):
     for number in range(19):
         planted.write(f"{PACKAGE}/part{number}.py", "x = 1\n" * 440)
@@ -86,6 +91,7 @@ FAULTS = [
     ("budgets", append(NORM, function(60)), "long has 60 lines; fewer than 60"),
     ("budgets", write(f"{PACKAGE}/kernels/k.py", function(120)), "fewer than 120"),
     ("budgets", long_package, "fewer than 9000"),
+    ("budgets", long_kernels, "fewer than 2600"),
     ("reach", long_reach, "fewer than 8000"),
     ("file_names", write(f"{PACKAGE}/models/norm.py", "x = 1\n"), "norm stands twice"),
     ("file_names", write(f"{PACKAGE}/layers.py", "x = 1\n"), "layers stands twice"),
