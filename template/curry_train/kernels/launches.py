@@ -1,0 +1,102 @@
+"""What a launcher passes to a kernel, as data: run on a GPU, or described for a compiler.
+
+One description for both, because an ahead-of-time check that compiles anything but what a launch
+compiles proves nothing: divisibility by 16 alone decides whether copies are asynchronous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+UNSPECIALISED = ["R", "T", "tiles"]
+"""Arguments that follow the token count: a kernel must not be compiled again for their value."""
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+class Launch(NamedTuple):
+    """One kernel launch over a one-dimensional grid; constants are compiled in."""
+
+    kernel: Any
+    grid: int
+    arguments: dict[str, Tensor | int | float | None]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+Run = Callable[[Launch], object]
+"""What a launcher does with a launch: run it, or note it down."""
+
+
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the strides of a tensor of 2 or 3 dimensions as arguments: x_row, x_column."""
+    axes = ("expert", "row", "column")[-tensor.ndim :]
+    return {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=True)}
+
+
+def run_on_gpu(launch: Launch) -> None:
+    """Launch on the device of the tensors, whichever is current; an empty grid is no launch."""
+    if launch.grid == 0:
+        return
+    tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+    device = tensors[0].device
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        launch.kernel[(launch.grid,)](
+            **launch.arguments,
+            **launch.constants,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+
+
+def aot_case(name: str, targets: tuple[str, ...], launch: Launch, *, dot: bool, copies: bool):
+    """Return the launch as the plain data that an ahead-of-time compile needs.
+
+    Follows how Triton specialises a call: None and the int 1 become constants, pointers and ints
+    divisible by 16 are marked as such, but for UNSPECIALISED. Shapes: any, tensors may be meta.
+    """
+    signature, constexprs, divisible = {}, dict(launch.constants), []
+    for parameter in launch.kernel.arg_names:
+        if parameter in launch.constants:
+            signature[parameter] = "constexpr"
+            continue
+        value = launch.arguments[parameter]
+        fixed = parameter in UNSPECIALISED
+        if value is None or (isinstance(value, int) and value == 1 and not fixed):
+            signature[parameter] = "constexpr"
+            constexprs[parameter] = value
+        elif isinstance(value, Tensor):
+            signature[parameter] = TYPES[value.dtype]
+            divisible.append(parameter)
+        elif isinstance(value, float):
+            signature[parameter] = "fp32"
+        else:
+            signature[parameter] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not fixed:
+                divisible.append(parameter)
+    return {
+        "name": name,
+        "kernel": launch.kernel.__name__,
+        "targets": targets,
+        "signature": signature,
+        "constexprs": constexprs,
+        "divisible": tuple(divisible),
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "dot": dot,
+        "copies": copies,
+    }
