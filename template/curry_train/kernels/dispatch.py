@@ -33,15 +33,16 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 class Site(NamedTuple):
-    """What the choice depends on; shapes: x [T, width], w2 [experts, width, hidden]."""
+    """What the choice depends on: plain values, so that torch.compile can take it as a constant.
+
+    odd names those of D and F whose rows do not start on a multiple of 16 bytes; asked says that
+    the backend was named, not found by auto.
+    """
 
     device: torch.device
     dtype: torch.dtype
-    width: int
-    hidden: int
-    experts: int
+    odd: str = ""
     asked: bool = False
-    """Whether the backend was named, not found by auto."""
 
 
 class Rule(NamedTuple):
@@ -97,11 +98,6 @@ def _grouped_dtypes(site: Site) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,)
 
 
-def _row_bytes(site: Site) -> dict[str, int]:
-    size = site.dtype.itemsize
-    return {"D": site.width * size, "F": site.hidden * size}
-
-
 RULES: dict[str, tuple[Rule, ...]] = {
     "triton": (
         Rule(_triton_device, _triton_device_reason),
@@ -137,10 +133,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ),
         ),
         Rule(
-            lambda site: all(size % ROW_BYTES == 0 for size in _row_bytes(site).values()),
+            lambda site: not site.odd,
             lambda site: (
-                "rows must be multiples of 16 bytes, found "
-                + ", ".join(f"{name} * itemsize = {n}" for name, n in _row_bytes(site).items())
+                f"{' and '.join(site.odd)} times {site.dtype.itemsize} bytes is no multiple of "
+                f"{ROW_BYTES}, where its rows have to start"
             ),
         ),
     ),
@@ -167,11 +163,17 @@ def triton_ready(
 
     Shapes: none. The first call on a device compiles and runs the self-test [64 rows].
     """
-    site = Site(torch.device(device), dtype, 0, 0, 0, asked=True)
+    site = Site(torch.device(device), dtype, asked=True)
     for rule in RULES["triton"]:
         if not rule.holds(site):
             return False, rule.reason(site)
     return True, ""
+
+
+def odd_rows(dtype: torch.dtype, width: int, hidden: int) -> str:
+    """Return "", "D", "F" or "DF": whose rows [width] and [hidden] break the 16-byte rule."""
+    sizes = {"D": width, "F": hidden}
+    return "".join(name for name, size in sizes.items() if size * dtype.itemsize % ROW_BYTES)
 
 
 def choose(
@@ -180,28 +182,32 @@ def choose(
     *,
     width: int,
     hidden: int,
-    experts: int,
     backend: str = "auto",
     strict: bool = False,
 ) -> str:
-    """Return the name of the backend for x [T, width] and w2 [experts, width, hidden].
+    """Return the name of the backend for x [T, width] and w2 [E, width, hidden].
 
     CURRY_MOE_BACKEND beats `backend`. Raises: ValueError when a named backend is unknown or cannot
     run here; RuntimeError with strict when one that should have run is broken.
     """
     named = os.environ.get(VARIABLE) or backend
-    return _choose(device, dtype, width, hidden, experts, named, strict, _interpreted())
+    site = Site(device, dtype, odd_rows(dtype, width, hidden), asked=named != "auto")
+    return _chosen(*site, named, strict, _interpreted())
 
 
 @torch.compiler.assume_constant_result
+def _chosen(*key) -> str:
+    return _choose(*key)
+
+
 @functools.lru_cache(maxsize=1024)
-def _choose(device, dtype, width, hidden, experts, named, strict, interpreted) -> str:
+def _choose(device, dtype, odd, asked, named, strict, interpreted) -> str:
+    site = Site(device, dtype, odd, asked)
     if named not in ("auto", *BACKENDS):
         raise ValueError(
             f"backend: found {named!r}; allowed are auto, {', '.join(BACKENDS)}; set "
             f"model.moe_backend or {VARIABLE}"
         )
-    site = Site(device, dtype, width, hidden, experts, asked=named != "auto")
     if named != "auto":
         rule = next((rule for rule in RULES[named] if not rule.holds(site)), None)
         if rule is not None:

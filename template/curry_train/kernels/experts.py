@@ -49,20 +49,14 @@ def experts(
     only, elsewhere that would synchronise) and a backend that cannot run here.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, w13, w2 = x.to(dtype), w13.to(dtype), w2.to(dtype)
         bias13 = None if bias13 is None else bias13.to(dtype)
     _check(x, ids, weights, w13, w2, bias13)
     count, width, hidden = w2.shape
     name = dispatch.choose(
-        x.device,
-        x.dtype,
-        width=width,
-        hidden=hidden,
-        experts=count,
-        backend=backend,
-        strict=strict,
+        x.device, x.dtype, width=width, hidden=hidden, backend=backend, strict=strict
     )
     block_m = dispatch.tile_rows(name, ids.numel(), count)
     return torch.ops.curry_train.moe_experts(
