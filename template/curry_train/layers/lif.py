@@ -73,9 +73,9 @@ class LIF(nn.Module):
     taken from the next u, after the leak (what snntorch's Leaky does by default).
     A learnable leak is stored as `leak_logit` [width] or [1], leak = sigmoid(leak_logit).
     Raises ValueError for settings and shapes that make no neuron.
-    Source: Eshraghian et al. 2023, "Training Spiking Neural Networks Using Lessons from Deep
-    Learning", equation 6; spikingjelly's LIFNode with leak = 1 - 1/tau; the learnable leak: Fang et
-    al. 2021. At u = threshold spikingjelly fires too, snntorch does not.
+    Source: Fang et al. 2023, "SpikingJelly", charge, fire and reset with leak = 1 - 1/tau; delayed:
+    Eshraghian et al. 2023, "Training Spiking Neural Networks Using Lessons from Deep Learning"; the
+    learnable leak: Fang et al. 2021. At u = threshold spikingjelly fires too, snntorch does not.
     """
 
     def __init__(
@@ -96,11 +96,8 @@ class LIF(nn.Module):
             f"leak={leak}": (inside, "0 (forgets at once) to 1 (never); between them if learnt"),
             f"threshold={threshold}": (0 < threshold < math.inf, "a finite number above 0"),
             f"slope={slope}": (slope is None or 0 < slope < math.inf, "None or a number above 0"),
-            f"surrogate={surrogate!r}": (
-                surrogate in SURROGATES,
-                "one of " + ", ".join(SURROGATES),
-            ),
-            f"reset={reset!r}": (reset in RESETS, "one of " + ", ".join(RESETS)),
+            f"surrogate={surrogate!r}": (surrogate in SURROGATES, f"one of {[*SURROGATES]}"),
+            f"reset={reset!r}": (reset in RESETS, f"one of {[*RESETS]}"),
         }
         for found, (holds, what) in allowed.items():
             if not holds:
@@ -114,7 +111,7 @@ class LIF(nn.Module):
             self.leak_logit = nn.Parameter(torch.full((width,), self.initial_logit))
 
     def forward(self, current: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if current.dim() < 2 or current.shape[0] < 1 or not current.is_floating_point():
+        if current.dim() < 1 or current.shape[0] < 1 or not current.is_floating_point():
             raise ValueError(
                 f"current has shape {list(current.shape)} and {current.dtype}: it must be floating"
                 " point and [time, ...] with at least one time step"
@@ -124,6 +121,9 @@ class LIF(nn.Module):
                 f"state has shape {list(state.shape)}: for this current it must be"
                 f" {list(current.shape[1:])}, what the last call returned, or None"
             )
+        if self.leak_logit is not None and len(self.leak_logit) not in (1, current.shape[-1]):
+            width = current.shape[-1]
+            raise ValueError(f"width={len(self.leak_logit)}: set {width}, as the current, or 1")
         # bf16 has 8 bits: a sum over time steps would lose small currents.
         wide = torch.promote_types(current.dtype, torch.float32)
         leak = self.initial_leak if self.leak_logit is None else self.leak_logit.to(wide).sigmoid()

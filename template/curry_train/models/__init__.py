@@ -2,4 +2,5 @@
 
 MODELS = {
     "decoder": "curry_train.models.decoder:Decoder",
+    "spiking": "curry_train.models.spiking:SpikingTransformer",
 }
