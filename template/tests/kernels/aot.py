@@ -171,10 +171,14 @@ def _compile(path: Path, case: dict, name: str) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = TARGETS[name]
+    target, kernel = TARGETS[name], getattr(load(path), case["kernel"])
     found = Compiled(path.stem, case["name"], case["kernel"], name, triton.__version__)
+    fixed = {p.name for p in kernel.params if p.do_not_specialize and not p.is_constexpr}
+    wrong = fixed & {*case["divisible"], *case["constexprs"]}
+    if wrong:
+        raise ValueError(f"the case specialises {sorted(wrong)}, which the kernel does not")
     source = ASTSource(
-        fn=getattr(load(path), case["kernel"]),
+        fn=kernel,
         signature=dict(case["signature"]),
         constexprs=dict(case["constexprs"]),
         attrs=_attributes(case, target),
