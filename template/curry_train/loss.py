@@ -19,13 +19,16 @@ class TokenSums(NamedTuple):
 
     Adding in float64 makes the reported loss independent of how samples are split over ranks.
     nll: negative log likelihood in nats; aux, z: auxiliary losses of each sequence times its token
-    count, coefficients included; count: non-ignored targets, int64.
+    count, coefficients included; count: non-ignored targets, int64. tokens_per_expert: int64 [MoE
+    blocks, E], what the routers chose, as a value of this forward pass: a pass that activation
+    checkpointing makes again counts nothing twice. None without experts.
     """
 
     nll: Tensor
     aux: Tensor
     z: Tensor
     count: Tensor
+    tokens_per_expert: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
@@ -34,7 +37,8 @@ class TokenSums(NamedTuple):
 
     def detached(self) -> Tensor:
         """Return [nll, aux, z, count] as one tensor."""
-        return torch.stack([part.detach().to(self.nll.dtype) for part in self])
+        parts = (self.nll, self.aux, self.z, self.count)
+        return torch.stack([part.detach().to(self.nll.dtype) for part in parts])
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -64,7 +68,7 @@ def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     zero = nll.new_zeros(())
     aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum(dtype=wide)
     z = zero if out.z_loss is None else (out.z_loss * tokens_B).sum(dtype=wide)
-    return TokenSums(nll, aux, z, tokens_B.sum())
+    return TokenSums(nll, aux, z, tokens_B.sum(), out.tokens_per_expert)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -50,7 +50,7 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     config = build_config(model, usable)
     rules = [_lengths(config), _mesh(config, world), _places(config)]
     if model is ModelConfig:
-        rules.append(_decoder(config.model))
+        rules += [_decoder(config.model), _routing(config.model)]
     refused = [f"{key}={shown(value_of(config, key))}: {why}" for key, why in chain(*rules)]
     if model is not ModelConfig and not any(key.startswith("model.") for key in wrong):
         # The Config of another model class may bring rules of its own.
@@ -140,7 +140,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def _decoder(model: ModelConfig) -> Refusals:
-    heads, experts, layers = model.num_attention_heads, model.num_experts, model.num_hidden_layers
+    heads, layers = model.num_attention_heads, model.num_hidden_layers
     if heads % model.num_key_value_heads:
         fitting = _divisors(heads)
         yield (
@@ -153,21 +153,75 @@ def _decoder(model: ModelConfig) -> Refusals:
             "model.head_dim",
             f"rotary positions turn pairs, so it must be even; set model.head_dim={even}",
         )
-    if 1 <= experts < model.num_experts_per_tok:
-        yield (
-            "model.num_experts_per_tok",
-            f"a token cannot visit more than model.num_experts={experts}; set at most {experts}",
-        )
     if model.first_k_dense_replace > layers:
         yield (
             "model.first_k_dense_replace",
             f"there are only model.num_hidden_layers={layers}; set at most that many",
         )
+
+
+def _routing(model: ModelConfig) -> Refusals:
+    experts, chosen, groups = model.num_experts, model.num_experts_per_tok, model.n_group
     if model.router_aux_loss_scope not in ("sequence", "micro_batch"):
         yield (
             "model.router_aux_loss_scope",
             "allowed are sequence, micro_batch (global needs a second pass over the micro-batches"
             " of a step, which this version does not make)",
+        )
+    if not experts:
+        return
+    if chosen > experts:
+        yield (
+            "model.num_experts_per_tok",
+            f"a token cannot visit more than model.num_experts={experts}; set at most {experts}",
+        )
+    if model.topk_group > groups:
+        yield "model.topk_group", f"there are only model.n_group={groups}; set at most {groups}"
+    elif groups > 1:
+        yield from _groups(model)
+    if model.correction_bias and model.routing != "top_k":
+        yield (
+            "model.correction_bias",
+            f"model.routing={model.routing} balances the experts by itself and reads no bias; set"
+            " model.correction_bias=false or model.routing=top_k",
+        )
+    if model.capacity_factor and model.routing == "expert_choice":
+        yield (
+            "model.capacity_factor",
+            "with model.routing=expert_choice every expert takes exactly"
+            f" model.num_experts_per_tok={chosen} / model.num_experts={experts} of the tokens;"
+            " set model.capacity_factor=0 and choose model.num_experts_per_tok",
+        )
+
+
+def _groups(model: ModelConfig) -> Refusals:
+    experts, chosen, groups = model.num_experts, model.num_experts_per_tok, model.n_group
+    if model.routing != "top_k":
+        yield (
+            "model.n_group",
+            f"model.routing={model.routing} knows no groups; set model.n_group=1 or"
+            " model.routing=top_k",
+        )
+        return
+    if experts % groups:
+        yield (
+            "model.n_group",
+            f"does not divide model.num_experts={experts}; set it to one of {_divisors(experts)}",
+        )
+        return
+    size, open_groups = experts // groups, model.topk_group
+    if open_groups * size < chosen <= experts:
+        needed = -(-chosen // size)
+        yield (
+            "model.topk_group",
+            f"holds {open_groups * size} experts ({open_groups} x {size}), fewer than"
+            f" model.num_experts_per_tok={chosen}; set model.topk_group={needed} or more",
+        )
+    if size == 1 and model.group_score == "top2":
+        yield (
+            "model.group_score",
+            f"model.n_group={groups} leaves one expert in a group, so none has two best; set"
+            " model.group_score=max or fewer groups",
         )
 
 

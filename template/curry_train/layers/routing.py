@@ -1,11 +1,15 @@
 """The router: which experts a token visits and with which weights.
 
-Its output, `Routing`, is all that the expert bank needs to know.
+Its output, `Routing`, is all that the expert bank needs to know. Everything here acts on one
+sequence at a time (balance, capacity, expert choice), so that no split of a batch over ranks and
+micro-batches changes a result.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +17,18 @@ from torch import Tensor, nn
 
 from curry_train.config import ModelConfig
 
+NORM_EPS = 1e-20
+"""Keeps weights that all underflow at 0 instead of NaN. Source: DeepSeek-V3's gate."""
+
 
 @dataclass(frozen=True)
 class Routing:
     """What the router decided for the T tokens of a micro-batch.
 
-    Shapes: expert_ids int64 [T, K], -1 where a choice was dropped; weights [T, K] in the compute
-    dtype; aux_loss and z_loss [B], one value per sequence, in float32 (float64 under fp64), not
-    yet multiplied by coefficients; tokens_per_expert int64 [E], choices before any was dropped.
+    Shapes: expert_ids int64 [T, K], -1 for no expert (dropped, padding); weights [T, K] in the
+    compute dtype, 0 there; under expert choice both have E columns instead of K. aux_loss and
+    z_loss [B], one value per sequence, in float32 (float64 under fp64), not yet multiplied by
+    coefficients; tokens_per_expert int64 [E], choices before any was dropped.
     """
 
     expert_ids: Tensor
@@ -31,48 +39,253 @@ class Routing:
 
 
 class TopKRouter(nn.Module):
-    """Choose K of E experts per token by the largest softmax probabilities.
+    """Choose K of E experts per token by the largest scores.
 
-    Shapes: x [B, S, hidden_size]; returns a Routing over T = B*S tokens. Probabilities are formed
-    in float32 (float64 under fp64). Ties go to the lowest expert id, on every device.
-    The balance loss of a sequence is E * sum_e f_e * p_e, with f_e the share of its K*S choices
-    that fell on expert e and p_e the mean probability: 1 when balanced, E when collapsed.
+    Shapes: x [B, S, hidden_size]; pad_mask bool [B, S] or None, True for a real token; returns a
+    Routing over T = B*S tokens. Logits and scores are formed in float32 (float64 under fp64).
+    Scores are the softmax or the sigmoid of the logits. The choice goes by logits or, with
+    correction_bias, by score + bias; the weight is always that of the score, divided by the sum of
+    the K (norm_topk_prob), times routed_scaling_factor. With n_group > 1 only the experts of the
+    topk_group best groups can be chosen. Ties go to the lowest expert id, on every device.
+    Padding visits no expert and counts nowhere. NaN in x gives NaN weights and losses with valid
+    ids: the step then sees a loss that is not finite.
+
+    Capacity: an expert takes at most ceil(capacity_factor * K * tokens / E) choices of a sequence,
+    at least 1; the rest is dropped and the weights that stay are not divided again, as in Switch
+    and Megatron. drop_policy "weight" keeps the largest weights, so a later token can take an
+    earlier one's place; "position" keeps the earliest tokens and looks at nothing later.
+
+    The balance loss of a sequence is E * sum_e f_e * p_e, with f_e the share of its choices that
+    fell on expert e before any was dropped, and p_e the mean score, scores divided by their sum
+    over the experts: 1 when balanced, E when collapsed. The z-loss is the mean squared
+    log-sum-exp of the logits.
+
     Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6, with f over all K choices;
-    z-loss: Zoph et al. 2022, "ST-MoE", equation 5.
+    DeepSeek-V3 2024, equations 12 to 20, and Wang et al. 2024, "Auxiliary-Loss-Free Load
+    Balancing Strategy"; groups: there and DeepSeek-V2 2024, section 2.2.2; z-loss: Zoph et al.
+    2022, "ST-MoE", equation 5; expert choice: Zhou et al. 2022, equations 1 and 2.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
+        # A buffer of its own dtype: in bf16 a step of 0.001 would vanish beside a bias of 1.
+        unbiased = torch.zeros(config.num_experts) if config.correction_bias else None
+        self.register_buffer("e_score_correction_bias", unbiased)
+        self.update_rate = config.correction_bias_update_rate
+        self.routing = config.routing
         self.experts_per_token = config.num_experts_per_tok
+        self.scoring = config.scoring_func
         self.normalise = config.norm_topk_prob
+        self.scale = config.routed_scaling_factor
+        self.groups, self.top_groups = config.n_group, config.topk_group
+        self.group_score = config.group_score
+        self.capacity_factor, self.drop_policy = config.capacity_factor, config.drop_policy
         self.scope = config.router_aux_loss_scope
+        future = looks_ahead(config)
+        if future:
+            warnings.warn(future, stacklevel=2)
 
-    def forward(self, x_BSD: Tensor) -> Routing:
-        wide = torch.promote_types(x_BSD.dtype, torch.float32)
-        logits_BSE = F.linear(x_BSD.to(wide), self.weight.to(wide))
-        probs_BSE = logits_BSE.softmax(-1)
-        # A stable sort, not topk: topk leaves the order of ties to the device.
-        ranked, ids = probs_BSE.sort(dim=-1, descending=True, stable=True)
-        weights, ids = ranked[..., : self.experts_per_token], ids[..., : self.experts_per_token]
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+    def forward(self, x_BSD: Tensor, pad_mask: Tensor | None = None) -> Routing:
+        logits_BSE = self.logits(x_BSD)
+        if pad_mask is not None:
+            logits_BSE = logits_BSE.masked_fill(~pad_mask[..., None], 0)
+        sigmoid = self.scoring == "sigmoid"
+        scores_BSE = logits_BSE.sigmoid() if sigmoid else logits_BSE.softmax(-1)
+        probs_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True) if sigmoid else scores_BSE
+        lse_BS1 = logits_BSE.logsumexp(-1, keepdim=True)
+        ids, weights = self.choose(logits_BSE, scores_BSE, pad_mask)
+        counts_BE = count_choices(ids, logits_BSE.shape[-1])
+        if self.capacity_factor:
+            limit_B = self.fair_share(ids, self.capacity_factor, pad_mask)
+            kept = within_capacity(ids, weights, limit_B, self.drop_policy)
+            ids, weights = ids.masked_fill(~kept, -1), weights.masked_fill(~kept, 0)
         return Routing(
             expert_ids=ids.flatten(0, 1),
             weights=weights.flatten(0, 1).to(x_BSD.dtype),
-            aux_loss=self.balance_loss(probs_BSE, ids),
-            z_loss=logits_BSE.logsumexp(-1).square().mean(-1),
-            tokens_per_expert=ids.flatten().bincount(minlength=self.weight.shape[0]),
+            aux_loss=self.balance_loss(probs_BSE, counts_BE, pad_mask),
+            z_loss=mean_over_tokens(lse_BS1.square(), pad_mask).squeeze(-1),
+            tokens_per_expert=counts_BE.sum(0),
         )
 
-    def balance_loss(self, probs_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits [..., E] of x [..., D], in float32 (float64 for float64)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return F.linear(x.to(wide), self.weight.to(wide), bias)
+
+    def choose(
+        self, logits_BSE: Tensor, scores_BSE: Tensor, pad_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return expert ids int64 [B, S, K] from the best down and their weights [B, S, K].
+
+        Under expert choice both are [B, S, E], with -1 and 0 where an expert did not choose.
+        """
+        experts = scores_BSE.shape[-1]
+        if self.routing == "expert_choice":
+            limit_B = self.fair_share(scores_BSE, 1, pad_mask)
+            chosen = chosen_tokens(scores_BSE, limit_B, pad_mask)
+            ids = torch.arange(experts, device=chosen.device).expand_as(chosen)
+            ids, weights = ids.masked_fill(~chosen, -1), scores_BSE.masked_fill(~chosen, 0)
+        else:
+            if self.routing == "round_robin":
+                turns = torch.arange(scores_BSE.shape[1], device=scores_BSE.device)
+                choice = torch.arange(self.experts_per_token, device=scores_BSE.device)
+                turns = turns[:, None] * self.experts_per_token + choice
+                ids = (turns % experts).expand(len(scores_BSE), -1, -1)
+            else:
+                ids = self.best_experts(logits_BSE.detach(), scores_BSE.detach())
+            weights = scores_BSE.gather(-1, ids)
+            if pad_mask is not None:
+                ids = ids.masked_fill(~pad_mask[..., None], -1)
+                weights = weights.masked_fill(~pad_mask[..., None], 0)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + NORM_EPS)
+        return ids, weights * self.scale
+
+    def best_experts(self, logits_BSE: Tensor, scores_BSE: Tensor) -> Tensor:
+        """Return the ids int64 [B, S, K] of the best experts, of the best groups if there are any.
+
+        Logits order as scores do and cannot tie by rounding; a bias needs scores.
+        """
+        bias = self.e_score_correction_bias
+        biased = scores_BSE if bias is None else scores_BSE + bias.to(scores_BSE.dtype)
+        choice = logits_BSE if bias is None else biased
+        if self.groups > 1:
+            members = biased.unflatten(-1, (self.groups, -1))
+            best = members.topk(2 if self.group_score == "top2" else 1).values.sum(-1)
+            groups = largest(best, self.top_groups)
+            open_groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, groups, True)
+            allowed = open_groups.repeat_interleave(members.shape[-1], -1)
+            choice = choice.masked_fill(~allowed, -torch.inf)
+        return largest(choice, self.experts_per_token)
+
+    def fair_share(self, of_BSX: Tensor, factor: float, pad_mask: Tensor | None) -> Tensor:
+        """Return ceil(factor * K * tokens / E), at least 1, int64 [B], for a tensor of B and S."""
+        # Fractions: in floating point 1.1 * 10 is above 11 and would be rounded up to 12.
+        exact = Fraction(str(factor)).limit_denominator(10**6)
+        share = exact * self.experts_per_token / self.weight.shape[0]
+        batch, length = of_BSX.shape[:2]
+        tokens_B = torch.full((batch,), length, device=of_BSX.device)
+        if pad_mask is not None:
+            tokens_B = pad_mask.sum(1)
+        rounded_up = (tokens_B * share.numerator + share.denominator - 1) // share.denominator
+        return rounded_up.clamp(min=1)
+
+    def balance_loss(
+        self, probs_BSE: Tensor, counts_BE: Tensor, pad_mask: Tensor | None = None
+    ) -> Tensor:
         """Return the balance loss [B]; one shared value when the scope is the micro-batch."""
-        batch, _, experts = probs_BSE.shape
-        chosen = torch.zeros(batch, experts, dtype=probs_BSE.dtype, device=probs_BSE.device)
-        flat = ids_BSK.flatten(1)
-        chosen.scatter_add_(1, flat, torch.ones_like(flat, dtype=probs_BSE.dtype))
-        share_BE, mean_BE = chosen / flat.shape[1], probs_BSE.mean(1)
+        mean_BE = mean_over_tokens(probs_BSE, pad_mask)
         if self.scope == "micro_batch":
-            share_BE = share_BE.mean(0, keepdim=True).expand_as(share_BE)
-            mean_BE = mean_BE.mean(0, keepdim=True).expand_as(mean_BE)
-        return experts * (share_BE * mean_BE).sum(-1)
+            tokens = None if pad_mask is None else pad_mask.flatten()[None]
+            mean_BE = mean_over_tokens(probs_BSE.flatten(0, 1)[None], tokens).expand_as(mean_BE)
+            counts_BE = counts_BE.sum(0, keepdim=True).expand_as(counts_BE)
+        counts_BE = counts_BE.to(probs_BSE.dtype)
+        share_BE = counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        return probs_BSE.shape[-1] * (share_BE * mean_BE).sum(-1)
+
+    @torch.no_grad()
+    def move_correction_bias(self, tokens_per_expert: Tensor) -> None:
+        """Raise the bias of experts that got fewer tokens than the mean, lower that of the others.
+
+        Shapes: tokens_per_expert int [E], of the whole optimizer step over all ranks. The mean of
+        the bias stays 0. Source: Wang et al. 2024, algorithm 1.
+        """
+        bias = self.e_score_correction_bias
+        # In integers: the mean of many counts is no exact float.
+        behind = tokens_per_expert.sum() - tokens_per_expert * len(tokens_per_expert)
+        bias += self.update_rate * behind.sign().to(bias.dtype)
+        bias -= bias.mean()
+
+
+def move_correction_biases(model: nn.Module, tokens_per_expert: Tensor) -> None:
+    """Move the correction bias of every router in a model that has one; once an optimizer step.
+
+    Shapes: tokens_per_expert int [routers, E], in the order of the model's modules, summed over
+    the micro-batches and ranks of the step: equal on every rank, so the biases stay equal too.
+    """
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    routers = [router for router in routers if router.e_score_correction_bias is not None]
+    for router, tokens_E in zip(routers, tokens_per_expert if routers else (), strict=True):
+        router.move_correction_bias(tokens_E)
+
+
+def looks_ahead(config: ModelConfig) -> str | None:
+    """Say how this routing lets later tokens decide about earlier ones; None when it does not."""
+    if config.routing == "expert_choice":
+        found, way = "model.routing=expert_choice: experts choose", "model.routing=top_k"
+    elif config.capacity_factor and config.drop_policy == "weight":
+        found = "model.capacity_factor with model.drop_policy=weight: a full expert chooses"
+        way = "model.drop_policy=position"
+    else:
+        return None
+    return (
+        f"{found} among all tokens of a sequence, later ones included, so a causal language model"
+        f" learns from its future: its loss looks better than its text will be; set {way}, unless"
+        " the model is an encoder"
+    )
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return the ids int64 [..., count] of the largest of values [..., E], the best first.
+
+    Ties go to the lowest id and NaN comes first. torch.topk leaves the order of ties to the device;
+    a stable sort would keep it and take three times as long as these few rounds.
+    """
+    left, found = values.clone(), []
+    for _ in range(count):
+        found.append(left.argmax(-1, keepdim=True))
+        left.scatter_(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
+
+
+def chosen_tokens(scores_BSE: Tensor, limit_B: Tensor, pad_mask: Tensor | None) -> Tensor:
+    """Return bool [B, S, E]: each expert takes its limit [B] of tokens with the best scores.
+
+    Ties go to the earliest token; padding is never taken.
+    """
+    if pad_mask is not None:
+        scores_BSE = scores_BSE.masked_fill(~pad_mask[..., None], -1)
+    order = scores_BSE.detach().sort(dim=1, descending=True, stable=True).indices
+    place = torch.arange(order.shape[1], device=order.device)[:, None]
+    taken = (place < limit_B[:, None, None]).expand_as(order)
+    chosen = torch.zeros_like(taken).scatter_(1, order, taken)
+    return chosen if pad_mask is None else chosen & pad_mask[..., None]
+
+
+def within_capacity(ids_BSK: Tensor, weights_BSK: Tensor, limit_B: Tensor, policy: str) -> Tensor:
+    """Return bool [B, S, K]: the choices that their expert has a place for.
+
+    Shapes: ids int64 and weights [B, S, K]; limit int64 [B], places of an expert in a sequence.
+    policy weight fills places from the largest weight down (ties: the earliest token), position
+    from the first token on.
+    """
+    flat = ids_BSK.flatten(1)
+    order = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
+    if policy == "weight":
+        ranking = weights_BSK.detach().flatten(1)
+        order = ranking.sort(dim=1, descending=True, stable=True).indices
+    # Stable: inside an expert's queue the order stays.
+    queued, by_expert = flat.gather(1, order).sort(dim=1, stable=True)
+    begin = torch.searchsorted(queued, queued)
+    place = torch.arange(flat.shape[1], device=flat.device) - begin
+    kept = place < limit_B[:, None]
+    return torch.zeros_like(kept).scatter_(1, order.gather(1, by_expert), kept).view_as(ids_BSK)
+
+
+def count_choices(ids_BSK: Tensor, experts: int) -> Tensor:
+    """Return how often each expert was chosen, int64 [B, E]; ids int64 [B, S, K], -1 is nobody."""
+    flat = ids_BSK.flatten(1)
+    counts = flat.new_zeros(len(flat), experts + 1)
+    flat = flat.masked_fill(flat < 0, experts)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat))[:, :experts]
+
+
+def mean_over_tokens(values_BSX: Tensor, pad_mask: Tensor | None) -> Tensor:
+    """Return the mean [B, X] of [B, S, X] over the real tokens of each sequence; 0 without any."""
+    if pad_mask is None:
+        return values_BSX.mean(1)
+    total = values_BSX.masked_fill(~pad_mask[..., None], 0).sum(1)
+    return total / pad_mask.sum(1, keepdim=True).clamp(min=1)
