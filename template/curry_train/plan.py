@@ -92,9 +92,10 @@ def activation_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> f
             total += 4 * model.intermediate_size * compute
             continue
         chosen = model.num_experts_per_tok
-        total += chosen * (3 * width + 4 * model.moe_intermediate_size) * compute
+        # h of each chosen expert, router weights twice, ids and their order
+        total += chosen * ((2 * model.moe_intermediate_size + 1) * compute + wide + 16)
         total += 4 * model.shared_expert_intermediate_size * compute
-        total += model.num_experts * (3 * wide + 8) + chosen * 24
+        total += (2 * model.num_experts + 2) * wide + (width * wide if compute < wide else 0)
     return total
 
 

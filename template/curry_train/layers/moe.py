@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curry_train.config import ModelConfig
+from curry_train.kernels.experts import experts
 from curry_train.layers.mlp import SwiGLU
 from curry_train.layers.routing import Routing, TopKRouter
-
-
-def experts(x, ids, weights, w13, w2, *, bias13, limit, interleaved, backend):
-    """Multiply expert by expert; shapes: x [T, D], see Experts."""
-    out = torch.zeros_like(x)
-    for e, (first, second) in enumerate(zip(w13.unbind(), w2.unbind(), strict=True)):
-        token, choice = (ids == e).nonzero(as_tuple=True)
-        h = F.linear(x[token], first, None if bias13 is None else bias13[e])
-        gate, up = h.chunk(2, -1)
-        if limit is None:
-            a = F.silu(gate) * up
-        else:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            a = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        out = out.index_add(0, token, F.linear(a, second) * weights[token, choice, None])
-    return out
 
 
 class ExpertLinear(nn.Module):

@@ -101,6 +101,9 @@ def build_model(config: Config, device: torch.device | str) -> nn.Module:
     if str(device) != "meta":
         model.to_empty(device=device)
         model.tie_weights()
+        for module in model.modules():
+            if isinstance(module, GateUpLinear):
+                module.interleaved = torch.device(device).type == "cuda"
         init_weights(model, config.seed)
     return model
 
