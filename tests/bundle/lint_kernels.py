@@ -224,6 +224,7 @@ def int64_offsets(root: Path) -> list[str]:
     (Liger-Kernel #1246, vLLM #5938, sglang #4727).
     """
     problems: set[str] = set()
+    functions = {kernel.node.name for kernel in kernels(root)}
     for kernel in kernels(root):
         # What a function is passed may be a row; what a launch passes is one number for all.
         helper = kernel.node.name in _helpers(root)
@@ -233,17 +234,17 @@ def int64_offsets(root: Path) -> list[str]:
                 f"{_where(root, kernel, product)} multiplies {ast.unparse(product)} in int32; "
                 "convert with .to(tl.int64) first"
                 for product in _products(kernel, address)
-                if _can_wrap(kernel, product, kernel.loop_names | passed)
+                if _can_wrap(kernel, product, kernel.loop_names | passed, VARYING | functions)
             }
     return sorted(problems)
 
 
-def _can_wrap(kernel: Kernel, product: ast.BinOp, changing: set[str]) -> bool:
+def _can_wrap(kernel: Kernel, product: ast.BinOp, changing: set[str], functions: set[str]) -> bool:
     """Return whether a product of an address may pass 2**31 and is not int64.
 
-    A row of the whole matrix comes from the program's number, a load, a loop or the caller; the
-    columns of a tile (tl.arange) times a constexpr stay small, and so does a tile's number times
-    the size of a tile.
+    A row of the whole matrix comes from the program's number, a load, another function, a loop or
+    the caller (the names that change). The columns of a tile (tl.arange) times a constexpr stay
+    small, and so does a tile's number times the size of a tile.
     """
     sides = (product.left, product.right)
     if any(isinstance(side, ast.Constant) or TILE_SIZE.search(_name(side)) for side in sides):
@@ -252,15 +253,15 @@ def _can_wrap(kernel: Kernel, product: ast.BinOp, changing: set[str]) -> bool:
         return False
 
     def varies(node: ast.AST) -> bool:
-        return _called(node) in VARYING or _name(node) in changing
+        return _called(node) in functions or _name(node) in changing
 
     def is_runtime(node: ast.AST) -> bool:
         return _name(node) in set(kernel.parameters) - kernel.constants
 
     if any(kernel.holds(side, varies) for side in sides):
         return True
-    within = [kernel.holds(side, lambda node: _called(node) == "tl.arange") for side in sides]
-    return any(within) and any(kernel.holds(side, is_runtime) for side in sides)
+    within = any(kernel.holds(side, lambda node: _called(node) == "tl.arange") for side in sides)
+    return within and any(kernel.holds(side, is_runtime) for side in sides)
 
 
 def _accumulator(call: ast.Call, statement: ast.stmt) -> str:
@@ -406,8 +407,8 @@ def token_counts(root: Path) -> list[str]:
         fixed: set[str] = set()
         for keyword in getattr(kernel.decorator, "keywords", []):
             if keyword.arg == "do_not_specialize":
-                fixed |= _lists(root).get(_name(keyword.value), set())
-                fixed |= {str(n.value) for n in ast.walk(keyword.value) if hasattr(n, "value")}
+                for node in ast.walk(keyword.value):
+                    fixed |= _lists(root).get(_name(node), {str(getattr(node, "value", ""))})
         where, helper = _where(root, kernel, kernel.node), kernel.node.name in _helpers(root)
         for name in filter(TOKEN_COUNT.match, kernel.parameters):
             if name in kernel.constants:
@@ -438,13 +439,5 @@ def triton_imports(root: Path) -> list[str]:
     return sorted(set(problems))
 
 
-LINTS = [
-    int64_offsets,
-    one_dot,
-    atomics,
-    upcasts,
-    dot_precision,
-    autotune,
-    token_counts,
-    triton_imports,
-]
+LINTS = [int64_offsets, one_dot, atomics, upcasts, dot_precision, autotune, token_counts]
+LINTS += [triton_imports]

@@ -22,6 +22,11 @@ def _tile(base, row, stride, columns):
     return base + row.to(tl.int64)[:, None] * stride + columns[None, :]
 
 
+@triton.jit
+def _place(number):
+    return number // 8, number % 8
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def product_kernel(
     x, w, out, sums, offsets, R, K, E: tl.constexpr, x_stride, w_expert, w_stride,
@@ -101,6 +106,12 @@ FAULTS = [
     ),
     ("int64_offsets", "_tile(x, rows, x_stride, ks)", "x + tile * K + ks[None, :]", "tile * K"),
     ("int64_offsets", "rows = tile * BLOCK_M", "rows = tile * ROW_STRIDE", "tile * ROW_STRIDE"),
+    (
+        "int64_offsets",
+        "_tile(x, rows, x_stride, ks)",
+        "x + _place(tile)[1] * K + ks[None, :]",
+        "_place(tile)[1] * K",
+    ),
     # Two products: three ways to write them.
     ("one_dot", "acc = tl.dot", TWO_DOTS + "acc = tl.dot", "2 tl.dot to acc"),
     ("one_dot", "acc = tl.dot", TWO_DOTS + "acc = acc + tl.dot", "2 tl.dot to acc"),
@@ -126,6 +137,7 @@ FAULTS = [
     ("token_counts", "K, E:", "K, num_tokens: tl.constexpr, E:", "num_tokens as constexpr"),
     ("token_counts", "offsets, R, K, E:", "offsets, R, T, K, E:", "specialises on T"),
     ("token_counts", "(do_not_specialize=UNSPECIALISED)", "", "specialises on R"),
+    ("token_counts", "=UNSPECIALISED)", '=[*OTHERS, "Q"])', "specialises on R"),
     ("token_counts", '["R"]', '["Q"]', "specialises on R"),
 ]
 
@@ -169,6 +181,8 @@ def test_an_import_where_it_is_used_is_not_named(kernel):
 
 
 HARMLESS = [
+    ("=UNSPECIALISED)", '=[*UNSPECIALISED, "K"])'),
+    ("=UNSPECIALISED)", '=["K", "R"])'),
     # Two accumulators in one loop, two loops with one each, and products that are no address.
     (
         "acc = tl.dot(a, b, acc,",
