@@ -17,13 +17,14 @@ from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, aot_case, r
 from curry_train.kernels.reference import Sorted
 from curry_train.kernels.reference_routing import check_combine, check_ids, check_sort, tile_bound
 
-PART = 128
-"""Choices that compare their keys in one program of the scatter: 128 * 128 comparisons."""
-PARTS = 4
+PART = 64
+"""Choices that compare their keys in one program of the scatter; 128 spill on gfx942."""
+PARTS = 8
 """Parts of a block. More make the table of counts smaller and the scatter slower."""
 BLOCK = PART * PARTS
 SCAN_ROWS, SCAN_COLUMNS = 64, 32
-TILES = 32
+OWNERS = 4096
+"""Pairs of a tile and an expert that a program compares to find the owners of tiles."""
 
 
 @triton.jit
@@ -206,10 +207,11 @@ def moe_sort(
 
     names = ("counts", "offsets", "tile_expert", "tile_row", "num_tiles")
     arguments = {f"{name}_ptr": getattr(found, name) for name in names} | {"tiles": tiles}
-    constants = {"E": num_experts, "BLOCK_M": block_m, "TILES": TILES}
-    constants["BLOCK_E"] = triton.next_power_of_2(num_experts)
+    block_e = triton.next_power_of_2(num_experts)
+    constants = {"E": num_experts, "BLOCK_M": block_m, "BLOCK_E": block_e}
+    constants["TILES"] = min(128, max(1, OWNERS // block_e))
     # One program at least, since it also writes the offsets.
-    grid = max(1, triton.cdiv(tiles, TILES))
+    grid = max(1, triton.cdiv(tiles, constants["TILES"]))
     run(Launch(tile_kernel, grid, arguments, constants, num_warps=4, num_stages=1))
 
     arguments = {f"{name}_ptr": getattr(found, name) for name in ("offsets", "order", "inverse")}

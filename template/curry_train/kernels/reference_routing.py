@@ -336,10 +336,10 @@ def moe_combine(
     tokens, slots = inverse.shape
     wide = torch.promote_types(y.dtype, torch.float32)
     shape = (tokens, y.shape[1])
-    out = torch.zeros(shape, dtype=wide, device=y.device) if base is None else base.to(wide)
-    if not y.shape[0]:
-        return out.to(y.dtype)
-    for k in range(slots):
+    out = torch.zeros(shape, dtype=wide, device=y.device)
+    if base is not None:
+        out = out + base.to(wide)
+    for k in range(slots if y.shape[0] else 0):
         named = inverse[:, k, None] >= 0
         rows = y[inverse[:, k].clamp(min=0).long()].to(wide)
         if weights is not None:

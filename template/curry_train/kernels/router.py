@@ -21,8 +21,8 @@ from curry_train.kernels.reference_routing import (
     check_router_bwd,
 )
 
-ELEMENTS = 2048
-"""Logits in a program: 16 in each of 128 threads, which leaves registers for the choice."""
+ELEMENTS, BWD_ELEMENTS = 2048, 1024
+"""Logits in a program of 128 threads; with more of them the backward kernel spills."""
 EPS = tl.constexpr(NORM_EPS)
 
 
@@ -229,21 +229,19 @@ def router_topk_bwd_kernel(
     )
 
 
-def _blocks(experts: int, k: int, groups: int = 1) -> dict[str, int]:
+def _blocks(experts: int, k: int, groups: int) -> dict[str, int]:
     """Return the tile of a program, by what the model fixes and never by the number of tokens."""
     block_g = triton.next_power_of_2(groups)
     block_m = triton.next_power_of_2(experts // groups)
-    return {
-        "BLOCK_T": max(1, min(64, ELEMENTS // (block_g * block_m))),
-        "BLOCK_G": block_g,
-        "BLOCK_M": block_m,
-        "BLOCK_K": triton.next_power_of_2(k),
-    }
+    block_t = max(1, min(64, ELEMENTS // (block_g * block_m)))
+    block_k = triton.next_power_of_2(k)
+    return {"BLOCK_T": block_t, "BLOCK_G": block_g, "BLOCK_M": block_m, "BLOCK_K": block_k}
 
 
 def _bwd_blocks(experts: int, k: int) -> dict[str, int]:
-    blocks = _blocks(experts, k)
-    return {name: blocks[name] for name in ("BLOCK_T", "BLOCK_K")} | {"BLOCK_E": blocks["BLOCK_M"]}
+    block_e, block_k = triton.next_power_of_2(experts), triton.next_power_of_2(k)
+    block_t = max(1, min(32, BWD_ELEMENTS // block_e))
+    return {"BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_K": block_k}
 
 
 def _rows(x: Tensor) -> Tensor:
