@@ -161,6 +161,27 @@ class ModelConfig:
     moe_backend: Literal["auto", "triton", "grouped_mm", "sorted", "reference"] = "auto"
     """What multiplies the experts; `python -m curry_train.kernels.report` says what auto takes."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """Entries of a query or key head that are turned."""
+        return self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query or key head."""
+        latent = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return latent if self.kv_lora_rank else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the keys that a query of block `layer` sees, None for all earlier ones."""
+        every = self.sliding_window_pattern
+        return None if every and (layer + 1) % every == 0 else self.sliding_window
+
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hugging_face import compute_in_float64, transformers_names, with_our_weights
 
 from curry_train.config import Config, ModelConfig
 from curry_train.loss import mean_loss, token_sums
@@ -27,62 +28,78 @@ def batch_of(vocab=257, batch=2, length=24, seed=0):
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:].clone()}
 
 
-def hugging_face(config: ModelConfig, state: dict) -> torch.nn.Module:
-    """Build transformers' Qwen3 or Qwen3-MoE in float64 and give it our weights."""
-    transformers = pytest.importorskip("transformers")
-    same = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim rms_norm_eps tie_word_embeddings max_position_embeddings"
-    ).split()
-    fields = {name: getattr(config, name) for name in same}
-    fields["rope_theta"] = config.rope_theta
-    if config.num_experts:
-        names = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob".split()
-        fields |= {name: getattr(config, name) for name in names}
-        settings = transformers.Qwen3MoeConfig(**fields)
-        settings._experts_implementation = "eager"  # its grouped_mm takes no float64
-        model = transformers.Qwen3MoeForCausalLM(settings)
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields))
-    model = model.double()
-    model.load_state_dict(hugging_face_names(state), strict=True)
-    return model
+# The published families in tiny shapes; yarn and llama3 are set so that a head holds pairs that are
+# left alone, blended and scaled.
+YARN = {
+    "rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 64,
+    "rope_beta_fast": 8.0, "rope_beta_slow": 1.0,
+}  # fmt: skip
+LATENT = replace(
+    MOE, num_hidden_layers=2, qk_norm=False, kv_lora_rank=24, qk_nope_head_dim=16,
+    qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4, first_k_dense_replace=1,
+    shared_expert_intermediate_size=64, moe_intermediate_size=32, rope_interleave=True,
+    rope_mscale=0.707, rope_mscale_all_dim=0.5, **YARN,
+)  # fmt: skip
+GROUPED = {"num_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+FAMILIES = {
+    "Llama llama3": replace(
+        DENSE, qk_norm=False, rope_type="llama3", rope_factor=8.0, attention_bias=True,
+        original_max_position_embeddings=64, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,
+    ),
+    "Llama tied linear": replace(
+        DENSE, qk_norm=False, rope_type="linear", rope_factor=2.0, tie_word_embeddings=True
+    ),
+    "Qwen3": DENSE,
+    "Qwen3 yarn": replace(DENSE, attention_bias=True, **YARN),
+    "Mixtral": replace(MOE, num_hidden_layers=2, qk_norm=False, sliding_window=5),
+    "Qwen3Moe": MOE,
+    "DeepseekV2 lite": replace(LATENT, norm_topk_prob=False),
+    "DeepseekV2 groups": replace(
+        LATENT, norm_topk_prob=False, q_lora_rank=20, group_score="max", attention_bias=True,
+        **GROUPED,
+    ),
+    "DeepseekV3": replace(
+        LATENT, q_lora_rank=20, scoring_func="sigmoid", correction_bias=True, **GROUPED
+    ),
+    "DeepseekV3 halves": replace(
+        LATENT, q_lora_rank=20, scoring_func="sigmoid", correction_bias=True,
+        rope_interleave=False, v_head_dim=24, **GROUPED,
+    ),
+    "GptOss": replace(
+        MOE, num_hidden_layers=3, qk_norm=False, attention_bias=True, attention_sinks=True,
+        sliding_window=6, sliding_window_pattern=2, expert_bias=True, router_bias=True,
+        swiglu_limit=0.7, rope_truncate=False, **YARN,
+    ),
+}  # fmt: skip
 
 
-def hugging_face_names(state):
-    """Return tensors by the names of transformers 5, which stacks gate and up of the experts."""
-    theirs = {}
-    for name, tensor in state.items():
-        if ".experts.gate_proj." in name:
-            up = state[name.replace("gate_proj", "up_proj")]
-            theirs[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat((tensor, up), 1)
-        elif ".experts.down_proj." in name:
-            theirs[name.removesuffix(".weight")] = tensor
-        elif ".experts.up_proj." not in name:
-            theirs[name] = tensor
-    return theirs
+@torch.no_grad()
+def shake(model, seed=1):
+    """Move every parameter and buffer away from its start, so that every path matters."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("norm.weight", "bias", "sinks")):
+            noise = torch.empty(tensor.shape, dtype=torch.float64).normal_(generator=generator)
+            tensor.add_(0.5 * noise)
+        else:
+            tensor.mul_(8.0)
 
 
-# transformers takes norms and rotary angles in float32 even in a float64 model, so the two agree to
-# float32 rounding there (2e-7 measured) and not to float64's.
-HF_TOLERANCE = 2e-6
-
-
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["tiny_dense", "tiny_moe"])
-def test_logits_and_gradients_equal_hugging_face(config):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_gradients_equal_hugging_face(name, monkeypatch):
+    config = FAMILIES[name]
+    compute_in_float64(monkeypatch, config)
     ours = build_model(Config(model=config, precision="fp64"), "cpu")
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8.0)  # larger than at the start, so that every path matters
-    theirs = hugging_face(config, dict(named_state(ours)))
+    shake(ours)
+    theirs = with_our_weights(config, dict(named_state(ours)))
+    assert type(theirs).__name__ == f"{name.split()[0]}ForCausalLM"
     batch = batch_of()
     out = ours(batch["input_ids"])
     reference = theirs(batch["input_ids"]).logits
     assert_same(
         {"logits": out.logits[..., : config.vocab_size]},
         {"logits": reference},
-        tolerance=HF_TOLERANCE,
+        tolerance=1e-11,
     )
     upstream = torch.randn_like(reference)
     (reference * upstream).sum().backward()
@@ -91,10 +108,18 @@ def test_logits_and_gradients_equal_hugging_face(config):
     found = {}
     for name, parameter in ours.named_parameters():
         found |= saved_views(ours, name, parameter.grad)
-    assert_same(hugging_face_names(found), wanted, tolerance=HF_TOLERANCE)
+    assert_same(transformers_names(config, found), wanted, tolerance=1e-11)
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["tiny_dense", "tiny_moe"])
+KINDS = {
+    "tiny_dense": DENSE,
+    "tiny_moe": MOE,
+    "latent": FAMILIES["DeepseekV3"],
+    "sinks": FAMILIES["GptOss"],
+}
+
+
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("window", [None, 3])
 def test_no_logit_depends_on_a_later_token(config, window):
     settings = Config(model=replace(config, sliding_window=window), precision="fp64")
@@ -124,8 +149,10 @@ def test_a_planted_look_ahead_is_seen():
         torch.nn.functional.scaled_dot_product_attention = original
 
 
-def test_a_masked_document_is_as_if_it_stood_alone():
-    model = build_model(Config(model=MOE, precision="fp64"), "cpu")
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_a_masked_document_is_as_if_it_stood_alone(config):
+    model = build_model(Config(model=config, precision="fp64"), "cpu")
+    shake(model)
     ids = batch_of(batch=1, length=12)["input_ids"]
     doc_ids = torch.tensor([[0] * 5 + [1] * 7])
     position_ids = torch.tensor([[*range(5), *range(7)]])

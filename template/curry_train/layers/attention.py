@@ -1,8 +1,17 @@
-"""Causal grouped-query attention."""
+"""Causal grouped-query attention, with windows, documents and sinks, on PyTorch's SDPA.
+
+A sink is a logit of a head that takes part in the softmax and gives no value. Here it is one more
+token in front of the sequence: its key is a unit vector in a dimension of its own, in which every
+query holds its head's logit, and its value is zero. So it is exact, its gradient is that of a query
+entry, plain causal attention needs no mask, and every fused kernel, dtype and mask of SDPA works.
+Scaling SDPA's output by the sink's share would need its log-sum-exp, which the public function
+does not return; an additive mask with a gradient would cost [H, S, S] and the fused kernels.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +20,47 @@ from torch import Tensor, nn
 from curry_train.config import ModelConfig
 from curry_train.layers.linear import Linear
 from curry_train.layers.norm import RMSNorm
-from curry_train.layers.rope import rotate
+from curry_train.layers.rope import rotary_angles, rotate, softmax_scale
+
+SINK_DIMS = 8  # one is needed; fused kernels take widths that are multiples of 8
 
 
 @dataclass(frozen=True)
 class Positions:
     """Where the tokens of a micro-batch stand; made once per forward, read by every block.
 
-    Shapes: cos and sin [B or 1, 1, S, A] in the compute dtype; doc_ids int64 [B, S] or None.
-    Attention stays inside a document when doc_ids is given.
+    Shapes: cos and sin [B or 1, 1, S, A] in the compute dtype; doc_ids int64 [B, S] or None;
+    masks holds for each window of the model what SDPA adds to the scores, see `positions_of`.
     """
 
     cos: Tensor
     sin: Tensor
     doc_ids: Tensor | None = None
+    masks: Mapping[int | None, Tensor | None] = field(default_factory=dict)
+
+
+def positions_of(
+    config: ModelConfig, position_ids: Tensor, doc_ids: Tensor | None, dtype: torch.dtype
+) -> Positions:
+    """Return the Positions of a micro-batch for every block of the model.
+
+    Shapes: position_ids int64 [B, S] (or [1, S] when all samples agree), which turn queries and
+    keys; doc_ids int64 [B, S] or None, between which nothing is seen. A mask is [B or 1, 1, S, S]
+    in `dtype`, 0 where a key is seen and minus infinity elsewhere, so that no block converts or
+    keeps one of its own; None stands for plain causal attention. With sinks it has a row and a
+    column more, in front.
+    """
+    cos, sin = rotary_angles(config, position_ids, dtype)
+    masks: dict[int | None, Tensor | None] = {}
+    for window in {config.window_of(layer) for layer in range(config.num_hidden_layers)}:
+        seen = visible_keys(position_ids.shape[1], window, doc_ids, position_ids.device)
+        if seen is None:
+            masks[window] = None
+            continue
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        mask = mask.masked_fill(~seen, -torch.inf)
+        masks[window] = F.pad(mask, (1, 0, 1, 0)) if config.attention_sinks else mask
+    return Positions(cos, sin, doc_ids, masks)
 
 
 def visible_keys(
@@ -35,7 +71,7 @@ def visible_keys(
     A query sees itself and earlier tokens, at most `window` of them (itself included), and with
     doc_ids only those of its own document. Every row keeps its diagonal, so no softmax is empty.
     """
-    if window is None and doc_ids is None:
+    if (window is None or window >= length) and doc_ids is None:
         return None
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     mask = distance >= 0
@@ -47,40 +83,83 @@ def visible_keys(
     return mask
 
 
+def attend(
+    q_BHSA: Tensor,
+    k_BGSA: Tensor,
+    v_BGSA: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return softmax(scale * q k^T + mask) v of every head, side by side.
+
+    Shapes: q [B, H, S, A]; k [B, G, S, A]; v [B, G, S, any width up to A]; mask as in Positions,
+    None for plain causal; sinks [H] or None. Returns [B, S, H * width of v] in the dtype of q.
+    Query head h reads key/value head h // (H / G). A narrower v is padded with zeros, because
+    fused kernels take one width only.
+    """
+    width = v_BGSA.shape[-1]
+    if sinks_H is not None:
+        # Row 0 is the sink. As a query it reads nothing that anyone uses: it is cut off below.
+        q_BHSA = F.pad(q_BHSA, (0, SINK_DIMS, 1, 0))
+        k_BGSA = F.pad(k_BGSA, (0, SINK_DIMS, 1, 0))
+        q_BHSA[..., -1] = (sinks_H / scale).to(q_BHSA.dtype)[:, None]
+        k_BGSA[:, :, 0, -1] = 1.0
+        v_BGSA = F.pad(v_BGSA, (0, 0, 1, 0))
+    if width != q_BHSA.shape[-1]:
+        v_BGSA = F.pad(v_BGSA, (0, q_BHSA.shape[-1] - width))
+    out_BHSA = F.scaled_dot_product_attention(
+        q_BHSA,
+        k_BGSA,
+        v_BGSA,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_BHSA.shape[1] != k_BGSA.shape[1],
+    )
+    if sinks_H is not None:
+        out_BHSA = out_BHSA[:, :, 1:]
+    return out_BHSA[..., :width].transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
     """Project to heads, rotate, attend causally, project back.
 
-    Shapes: x [B, S, hidden_size]; returns the same shape and dtype. Query head h reads key/value
-    head h // (H / G). With qk_norm, queries and keys are RMS-normalised per head before rotation.
-    Source: Ainslie et al. 2023, "GQA"; q/k norm as in Qwen3. The core is PyTorch's SDPA.
+    Shapes: x [B, S, hidden_size]; returns the same shape and dtype. With qk_norm, queries and keys
+    are RMS-normalised per head before rotation; attention_bias gives all four projections biases;
+    `layer` decides whether sliding_window holds.
+    Source: Ainslie et al. 2023, "GQA"; q/k norm as in Qwen3; sinks as in gpt-oss (OpenAI 2025),
+    after Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.window = config.sliding_window
+        self.window = config.window_of(layer)
+        self.scale = softmax_scale(config)
+        self.interleaved = config.rope_interleave
+        width, bias = config.hidden_size, config.attention_bias
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_width)
-        self.k_proj = Linear(config.hidden_size, key_width)
-        self.v_proj = Linear(config.hidden_size, key_width)
-        self.o_proj = Linear(query_width, config.hidden_size)
+        self.q_proj = Linear(width, query_width, bias)
+        self.k_proj = Linear(width, key_width, bias)
+        self.v_proj = Linear(width, key_width, bias)
+        self.o_proj = Linear(query_width, width, bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
+        self.sinks = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
-        batch, length, _ = x_BSD.shape
-        heads = (batch, length, -1, self.head_dim)
+        heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x_BSD).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x_BSD).view(heads)).transpose(1, 2)
         v = self.v_proj(x_BSD).view(heads).transpose(1, 2)
-        q = rotate(q, positions.cos, positions.sin)
-        k = rotate(k, positions.cos, positions.sin)
-        mask = visible_keys(length, self.window, positions.doc_ids, x_BSD.device)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        q = rotate(q, positions.cos, positions.sin, self.interleaved)
+        k = rotate(k, positions.cos, positions.sin, self.interleaved)
+        mask = positions.masks[self.window]
+        return self.o_proj(attend(q, k, v, mask, self.scale, self.sinks))

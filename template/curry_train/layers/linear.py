@@ -8,18 +8,20 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """Multiply by a weight of shape [out_features, in_features], without bias.
+    """Multiply by a weight of shape [out_features, in_features], perhaps add a bias.
 
     Shapes: x [..., in_features] of any float dtype; returns [..., out_features] in the dtype of x.
-    The weight is stored in its own dtype (float32 under bf16) and cast for the product.
+    Weight and bias are stored in their own dtype (float32 under bf16) and cast for the product.
     """
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Embedding(nn.Module):

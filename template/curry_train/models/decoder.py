@@ -1,7 +1,8 @@
-"""The decoder family: RMSNorm, grouped-query attention with rotary positions, SwiGLU, experts.
+"""The decoder family: RMSNorm, attention with rotary positions, SwiGLU, experts.
 
-One file for dense and MoE models, since they differ in the feed-forward of a block only. With
-`qk_norm` these are Hugging Face's Qwen3 and Qwen3-MoE, without it Llama and Mixtral.
+One file for all of them, since they differ in a block's attention and feed-forward only, by fields
+of the configuration: Llama, Mixtral, Qwen3, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss. The files in
+configs/model/ name the fields.
 """
 
 from __future__ import annotations
@@ -10,25 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from curry_train.config import ModelConfig
-from curry_train.layers.attention import Attention, Positions
+from curry_train.layers.attention import Attention, Positions, positions_of
+from curry_train.layers.latent_attention import LatentAttention
 from curry_train.layers.linear import Embedding, Linear
 from curry_train.layers.mlp import SwiGLU
 from curry_train.layers.moe import MoE
 from curry_train.layers.norm import RMSNorm
-from curry_train.layers.rope import rotary_angles
 from curry_train.layers.routing import Routing
 from curry_train.models.protocol import ModelOutput, run_block
 
 VOCAB_MULTIPLE = 64
 
 
+def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
+    """Return the attention of block `layer`."""
+    return (LatentAttention if config.kv_lora_rank else Attention)(config, layer)
+
+
 class DenseBlock(nn.Module):
     """Attention and a SwiGLU feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = build_attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
@@ -57,10 +63,10 @@ class DenseBlock(nn.Module):
 class MoEBlock(nn.Module):
     """Attention, then K of E experts per token, plus a shared expert where the config has one."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = build_attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MoE(config)
 
@@ -99,7 +105,7 @@ class Body(nn.Module):
         self.layers = nn.ModuleDict()
         for index in range(config.num_hidden_layers):
             sparse = config.num_experts > 0 and index >= config.first_k_dense_replace
-            self.layers[str(index)] = MoEBlock(config) if sparse else DenseBlock(config)
+            self.layers[str(index)] = (MoEBlock if sparse else DenseBlock)(config, index)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -152,10 +158,7 @@ class Decoder(nn.Module):
         config = self.config
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        cos, sin = rotary_angles(
-            position_ids, config.head_dim, config.rope_theta, self.compute_dtype
-        )
-        positions = Positions(cos, sin, doc_ids)
+        positions = positions_of(config, position_ids, doc_ids, self.compute_dtype)
         x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
         routings = []
         for block in self.layers.values():
