@@ -17,12 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, run_on_gpu, strides
+from curry_train.kernels import reference
+from curry_train.kernels.launches import (
+    UNSPECIALISED,
+    Launch,
+    Run,
+    run_on_gpu,
+    sorted_arguments,
+    strides,
+    tile_constants,
+)
 from curry_train.kernels.reference import Sorted
 from curry_train.kernels.tuning import Tile, tile_for
 
-SIGMOID_SCALE: tl.constexpr = 1.702
-SUM_ROWS = 256
+SIGMOID_SCALE = tl.constexpr(reference.SIGMOID_SCALE)
 
 
 @triton.jit
@@ -74,26 +82,35 @@ def _product(
 
 
 @triton.jit
-def _swiglu(gate, up, LIMIT: tl.constexpr):
-    if LIMIT is None:
-        return gate * tl.sigmoid(gate) * up
+def _clamped(gate, up, LIMIT: tl.constexpr):
     # where, not minimum: NaN has to pass.
     gate = tl.where(gate > LIMIT, LIMIT, gate)
-    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return gate * tl.sigmoid(SIGMOID_SCALE * gate) * (up + 1)
+    return gate, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
+def _swiglu(gate, up, LIMIT: tl.constexpr):
+    if LIMIT is None:
+        a = gate * tl.sigmoid(gate) * up
+    else:
+        gate, up = _clamped(gate, up, LIMIT)
+        a = gate * tl.sigmoid(gate * SIGMOID_SCALE) * (up + 1)
+    return a
 
 
 @triton.jit
 def _swiglu_backward(da, gate, up, LIMIT: tl.constexpr):
     if LIMIT is None:
         share = tl.sigmoid(gate)
-        return da * up * share * (1 + gate * (1 - share)), da * gate * share
-    g = tl.where(gate > LIMIT, LIMIT, gate)
-    u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    share = tl.sigmoid(SIGMOID_SCALE * g)
-    dgate = da * (u + 1) * share * (1 + SIGMOID_SCALE * g * (1 - share))
-    dup = da * g * share
-    return tl.where(gate > LIMIT, 0.0, dgate), tl.where(tl.abs(up) > LIMIT, 0.0, dup)
+        dgate = da * up * share * (1 + gate * (1 - share))
+        dup = da * gate * share
+    else:
+        g, u = _clamped(gate, up, LIMIT)
+        share = tl.sigmoid(g * SIGMOID_SCALE)
+        dgate = da * (u + 1) * share * (1 + g * SIGMOID_SCALE * (1 - share))
+        dgate = tl.where(gate > LIMIT, 0.0, dgate)
+        dup = tl.where(tl.abs(up) > LIMIT, 0.0, da * g * share)
+    return dgate, dup
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -138,9 +155,33 @@ def gmm_kernel(
     rounded = acc.to(y.dtype.element_ty)
     _store(y, rounded, rows, end, columns, N, EVEN_N)
     if ACTIVATION:
-        pairs = tl.reshape(rounded.to(tl.float32), (BLOCK_M, BLOCK_N // 2, 2))
-        gate, up = tl.split(pairs)
-        _store(a, _swiglu(gate, up, LIMIT), rows, end, halves, N // 2, EVEN_N)
+        gate, up = tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
+        activated = _swiglu(gate.to(tl.float32), up.to(tl.float32), LIMIT)
+        _store(a, activated, rows, end, halves, N // 2, EVEN_N)
+
+
+@triton.jit
+def _dswiglu_part(
+    da, h_rows, weight, dh, aw, rows, end, first, F, h_column,
+    LIMIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write BLOCK_N columns of aw and as many pairs of dh; return their share of ds."""
+    columns = first + tl.arange(0, BLOCK_N)
+    pairs = 2 * first + tl.arange(0, 2 * BLOCK_N)
+    pointers = h_rows + pairs.to(tl.int64)[None, :] * h_column
+    if EVEN:
+        h_tile = tl.load(pointers)
+    else:
+        h_tile = tl.load(pointers, mask=(pairs < 2 * F)[None, :], other=0.0)
+    gate, up = tl.split(tl.reshape(h_tile, (BLOCK_M, BLOCK_N, 2)))
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    activated = _swiglu(gate, up, LIMIT)
+    _store(aw, activated * weight, rows, end, columns, F, EVEN)
+    dgate, dup = _swiglu_backward(da * weight, gate, up, LIMIT)
+    both = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
+    _store(dh, both, rows, end, pairs, 2 * F, EVEN)
+    return tl.sum(da * activated, axis=1)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -154,12 +195,12 @@ def gmm_dswiglu_kernel(
     """One tile of dh[R, 2F] and aw[R, F], and its share of ds in partials[columns, R]."""
     tile, column = _place(tiles, tl.cdiv(F, BLOCK_N), GROUP_M)
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    pairs = column * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
     used = tl.load(num_tiles)
     if tile >= used:
         rows = tl.load(offsets + E) + (tile - used) * BLOCK_M + tl.arange(0, BLOCK_M)
         zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         _store(aw, zeros, rows, R, columns, F, EVEN_N)
+        pairs = column * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         wide = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         _store(dh, wide, rows, R, pairs, 2 * F, EVEN_N)
         return
@@ -174,20 +215,21 @@ def gmm_dswiglu_kernel(
         x_rows, w_columns, columns, F, D, dout_column, w_row,
         EVEN_N, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    h_rows = h + source.to(tl.int64)[:, None] * h_row + pairs.to(tl.int64)[None, :] * h_column
-    if EVEN_N:
-        h_tile = tl.load(h_rows)
-    else:
-        h_tile = tl.load(h_rows, mask=(pairs < 2 * F)[None, :], other=0.0)
-    gate, up = tl.split(tl.reshape(h_tile.to(tl.float32), (BLOCK_M, BLOCK_N, 2)))
-    activated = _swiglu(gate, up, LIMIT)
-    partial = tl.sum(acc * activated, axis=1)
-    tl.store(partials + column.to(tl.int64) * R + rows, partial, mask=rows < end)
     weight = tl.load(weights + choice).to(tl.float32)[:, None]
-    _store(aw, activated * weight, rows, end, columns, F, EVEN_N)
-    dgate, dup = _swiglu_backward(acc * weight, gate, up, LIMIT)
-    both = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
-    _store(dh, both, rows, end, pairs, 2 * F, EVEN_N)
+    h_rows = h + source.to(tl.int64)[:, None] * h_row
+    # In two halves of the columns: gate, up and their gradients of all at once spill registers.
+    HALF: tl.constexpr = BLOCK_N // 2
+    left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    first = column * BLOCK_N
+    partial = _dswiglu_part(
+        left, h_rows, weight, dh, aw, rows, end, first, F, h_column,
+        LIMIT, EVEN_N, BLOCK_M, HALF,
+    )  # fmt: skip
+    partial += _dswiglu_part(
+        right, h_rows, weight, dh, aw, rows, end, first + HALF, F, h_column,
+        LIMIT, EVEN_N, BLOCK_M, HALF,
+    )  # fmt: skip
+    tl.store(partials + column.to(tl.int64) * R + rows, partial, mask=rows < end)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -269,39 +311,12 @@ def sum_rows_kernel(
     tl.store(out + expert.to(tl.int64) * N + ns, total, mask=ns < N)
 
 
-def _arguments(sorted: Sorted) -> dict[str, Tensor | int]:
-    return {
-        "order": sorted.order,
-        "offsets": sorted.offsets,
-        "tile_expert": sorted.tile_expert,
-        "tile_row": sorted.tile_row,
-        "num_tiles": sorted.num_tiles,
-        "R": sorted.order.shape[0],
-        # One tile more than the sort may need: enough for the rows of no expert, too.
-        "tiles": sorted.tile_expert.shape[0] + 1,
-        "E": sorted.counts.shape[0],
-    }
-
-
-def _constants(sorted: Sorted, tile: Tile, N: int, K: int, precision: str) -> dict[str, int | str]:
-    return {
-        "TOP_K": sorted.inverse.shape[1],
-        "EVEN_N": N % tile.block_n == 0,
-        "EVEN_K": K % tile.block_k == 0,
-        "PRECISION": precision,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
-    }
-
-
 def _gmm(x, w, bias, y, a, sorted, gather, limit, tile, precision, run: Run) -> None:
     N, K = w.shape[1:]
     arguments = {"x": x, "w": w, "bias": bias, "y": y, "a": a, "N": N, "K": K}
-    arguments |= _arguments(sorted) | strides("x", x) | strides("w", w)
+    arguments |= sorted_arguments(sorted) | strides("x", x) | strides("w", w)
     constants = {"GATHER": gather, "ACTIVATION": a is not None, "LIMIT": limit}
-    constants |= _constants(sorted, tile, N, K, precision)
+    constants |= tile_constants(sorted, tile, N, K, precision)
     grid = arguments["tiles"] * triton.cdiv(N, tile.block_n) if y.shape[0] else 0
     run(Launch(gmm_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages))
 
@@ -348,8 +363,8 @@ def gmm_swiglu(
     (N, K), R = w13.shape[1:], sorted.order.shape[0]
     tile = tile or tile_for("gmm_swiglu", x.device, x.dtype, sorted.block_m, N, K)
     h, a = x.new_empty(R, N), x.new_empty(R, N // 2)
-    bias13 = None if bias13 is None else bias13.contiguous()
-    _gmm(x, w13, bias13, h, a, sorted, True, limit, tile, precision, run)
+    bias = None if bias13 is None else bias13.contiguous()
+    _gmm(x, w13, bias, h, a, sorted, True, limit, tile, precision, run)
     return h, a
 
 
@@ -377,15 +392,14 @@ def gmm_dswiglu(
     columns = triton.cdiv(F, tile.block_n)
     partials = h.new_empty(columns, R, dtype=torch.float32)
     arguments = {"dout": dout, "w2": w2, "h": h, "weights": weights.contiguous(), "F": F, "D": D}
-    arguments |= {"dh": dh, "aw": aw, "partials": partials, **_arguments(sorted)}
+    arguments |= {"dh": dh, "aw": aw, "partials": partials, **sorted_arguments(sorted)}
     arguments |= strides("dout", dout) | strides("h", h) | strides("w", w2)
-    constants = {"LIMIT": limit, **_constants(sorted, tile, F, D, precision)}
+    constants = {"LIMIT": limit, **tile_constants(sorted, tile, F, D, precision)}
     grid = arguments["tiles"] * columns if R else 0
     run(Launch(gmm_dswiglu_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages))
     arguments = {"partials": partials, "ds": ds, "offsets": sorted.offsets, "R": R, "E": E}
-    arguments["columns"] = columns
-    grid = triton.cdiv(R, SUM_ROWS)
-    run(Launch(sum_partials_kernel, grid, arguments, {"BLOCK": SUM_ROWS}, 4, 1))
+    arguments |= {"columns": columns}
+    run(Launch(sum_partials_kernel, triton.cdiv(R, 256), arguments, {"BLOCK": 256}, 4, 1))
     return dh, aw, ds
 
 
@@ -416,8 +430,7 @@ def gmm_wgrad(
     arguments = {"x": x, "out": dw, "M": M, **rows}
     arguments |= strides("dy", dy) | strides("x", x) | strides("out", dw)
     constants = {"GATHER_DY": gather_dy, "GATHER_X": gather_x, "ACCUMULATE": accumulate}
-    constants |= _constants(sorted, tile, N, M, precision)
-    constants |= {"EVEN_M": M % tile.block_m == 0}
+    constants |= {"EVEN_M": M % tile.block_m == 0, **tile_constants(sorted, tile, N, M, precision)}
     del constants["EVEN_K"], constants["GROUP_M"]
     grid = E * triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m)
     run(Launch(gmm_wgrad_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages))

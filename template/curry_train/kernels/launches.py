@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from curry_train.kernels.reference import Sorted
+from curry_train.kernels.tuning import Tile
+
 UNSPECIALISED = ["R", "T", "tiles"]
 """Arguments that follow the token count: a kernel must not be compiled again for their value."""
 
@@ -45,6 +48,37 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
     """Return the strides of a tensor of 2 or 3 dimensions as arguments: x_row, x_column."""
     axes = ("expert", "row", "column")[-tensor.ndim :]
     return {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=True)}
+
+
+def sorted_arguments(sorted: Sorted) -> dict[str, Tensor | int]:
+    """Return the table of tiles as arguments, for rows [R] of E experts."""
+    return {
+        "order": sorted.order,
+        "offsets": sorted.offsets,
+        "tile_expert": sorted.tile_expert,
+        "tile_row": sorted.tile_row,
+        "num_tiles": sorted.num_tiles,
+        "R": sorted.order.shape[0],
+        # One tile more than the sort may need: enough for the rows of no expert, too.
+        "tiles": sorted.tile_expert.shape[0] + 1,
+        "E": sorted.counts.shape[0],
+    }
+
+
+def tile_constants(
+    sorted: Sorted, tile: Tile, N: int, K: int, precision: str
+) -> dict[str, int | str]:
+    """Return the constants of a tile of a product with [N, K]; even sizes need no masks."""
+    return {
+        "TOP_K": sorted.inverse.shape[1],
+        "EVEN_N": N % tile.block_n == 0,
+        "EVEN_K": K % tile.block_k == 0,
+        "PRECISION": precision,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+    }
 
 
 def run_on_gpu(launch: Launch) -> None:
