@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from curry_train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from curry_train.layers.routing import TopKRouter
 from curry_train.loss import mean_loss, token_sums
-from curry_train.models.protocol import build_model
+from curry_train.models.protocol import build_model, named_state
 from curry_train.optim import LossScale, build_optimizer, lr_at
 from curry_train.parallel import grads
 from curry_train.parallel.mesh import Mesh
@@ -94,6 +96,136 @@ def steps_on_rank(rank, world, micro):
 def test_ranks_with_unequal_token_counts_equal_one_process(world, micro, reference):
     for found in run_ranks(steps_on_rank, world, micro):
         compare(found, reference)
+
+
+V3 = replace(
+    CONFIG.model, scoring_func="sigmoid", correction_bias=True, correction_bias_update_rate=0.05,
+    n_group=2, topk_group=1, num_hidden_layers=3, first_k_dense_replace=1,
+)  # fmt: skip
+ROUTINGS = {
+    "DeepSeek-V3": V3,
+    "capacity by position": replace(V3, capacity_factor=0.75, drop_policy="position"),
+    "capacity by weight": replace(CONFIG.model, capacity_factor=0.75),
+    "expert choice": replace(CONFIG.model, routing="expert_choice"),
+}
+
+
+def routed_steps(config, batches, mesh=None):
+    """Three steps; also every load that was measured, and every correction bias at the end."""
+    runtime = runtime_for(batches, mesh, config)
+    outs = [train_step(runtime) for _ in range(3)]
+    losses = [[o.loss, o.aux_loss, o.z_loss, o.grad_norm, o.load_max_over_mean] for o in outs]
+    state = {n: t.detach().numpy().copy() for n, t in named_state(runtime.model)}
+    return losses, state
+
+
+def routed_steps_on_rank(rank, world, micro, config):
+    group = dist.new_group()
+    sizes = {**Mesh.single().sizes, "dp_shard": world}
+    mesh = Mesh(rank, world, rank, torch.device("cpu"), sizes, {"world": group, "batch": group})
+    return routed_steps(config, Samples(rank=rank, world=world, micro=micro), mesh)
+
+
+@pytest.mark.filterwarnings("ignore:.*later ones included")
+@pytest.mark.parametrize("model", ROUTINGS.values(), ids=ROUTINGS)
+def test_no_split_of_a_batch_changes_a_routing(model):
+    config = replace(CONFIG, model=model)
+    reference = routed_steps(config, Samples())
+    assert all(row[-1] > 1.0 for row in reference[0]) or model.routing == "expert_choice"
+    biases = [v for n, v in reference[1].items() if n.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 * model.correction_bias and all(abs(b).max() > 0.01 for b in biases)
+    splits = [routed_steps(config, Samples(micro=micro)) for micro in (1, 2)]
+    splits += run_ranks(routed_steps_on_rank, 2, 4, config)
+    splits += run_ranks(routed_steps_on_rank, 4, 1, config)
+    for found in splits:
+        compare(found, reference)
+        for name, value in reference[1].items():
+            if name.endswith("e_score_correction_bias"):
+                assert np.array_equal(found[1][name], value), "bitwise, on every rank"
+
+
+def test_the_load_is_that_of_all_samples_of_the_step():
+    config, counts = replace(CONFIG, model=V3), torch.zeros(2, 4).double()
+    runtime = runtime_for(Samples(micro=2), config=config)
+    model = build_model(config, "cpu")
+    for batch in Samples(micro=2).next_step():
+        counts += model(batch["input_ids"]).tokens_per_expert
+    out = train_step(runtime)
+    assert counts.sum(1).tolist() == [8 * 12 * 2] * 2
+    wanted = (counts.max(1).values / counts.mean(1)).max()
+    assert out.load_max_over_mean == pytest.approx(float(wanted), rel=1e-6)
+    assert out.row()["moe/load_max_over_mean"] == out.load_max_over_mean
+    bias = runtime.model.model.layers["1"].mlp.gate.e_score_correction_bias
+    moved = 0.05 * torch.sign(counts[0].mean() - counts[0])
+    assert_same({"bias": bias}, {"bias": moved - moved.mean()}, tolerance=1e-14)
+    dense = replace(CONFIG, model=replace(CONFIG.model, num_experts=0))
+    assert "moe/load_max_over_mean" not in train_step(runtime_for(Samples(), config=dense)).row()
+
+
+def biases_of(runtime):
+    return {n: t.clone() for n, t in runtime.model.named_buffers()}
+
+
+def test_the_bias_rests_in_validation_and_in_a_skipped_step():
+    runtime = runtime_for(Samples(), config=replace(CONFIG, model=V3))
+    train_step(runtime)
+    before = biases_of(runtime)
+    runtime.model.eval()
+    for batch in Samples().next_step():
+        token_sums(runtime.model, batch)
+        mean_loss(runtime.model, batch).backward()
+    runtime.model.train()
+    runtime.optimizer.zero_grad()
+    assert_same(biases_of(runtime), before, tolerance=0)
+    hook = runtime.model.lm_head.weight.register_hook(lambda grad: grad * float("nan"))
+    assert not train_step(runtime).finite
+    assert_same(biases_of(runtime), before, tolerance=0)
+    hook.remove()
+    train_step(runtime)
+    assert any(not torch.equal(b, before[n]) for n, b in biases_of(runtime).items())
+
+
+def test_a_forward_pass_made_again_for_backward_counts_nothing_twice():
+    config = replace(CONFIG, model=V3)
+    plain, again = (runtime_for(Samples(micro=4), config=config) for _ in range(2))
+    passes = []
+
+    def recomputed(block):
+        def forward(x, positions):
+            passes.append(block)
+            return real(x, positions)
+
+        real = block.forward
+        block.forward = lambda x, positions: checkpoint(forward, x, positions, use_reentrant=False)
+
+    for block in again.model.layers.values():
+        recomputed(block)
+    outs = [[train_step(runtime) for _ in range(3)] for runtime in (plain, again)]
+    assert len(passes) == 3 * 2 * 3 * 2, "steps, micro-batches, blocks, forward and again"
+    loads = [[out.load_max_over_mean for out in side] for side in outs]
+    assert loads[0] == loads[1]
+    assert_same(biases_of(again), biases_of(plain), tolerance=0)
+    weights = [dict(runtime.model.named_parameters()) for runtime in (again, plain)]
+    assert_same(*weights, tolerance=1e-12)
+
+
+def test_a_count_taken_in_forward_would_be_seen_under_recomputation(monkeypatch):
+    """The usual mistake: the router adds to a buffer of its own, so recomputation adds again."""
+    config, taken = replace(CONFIG, model=V3), []
+    real = TopKRouter.forward
+
+    def counting(self, x, pad_mask=None):
+        found = real(self, x, pad_mask)
+        taken.append(int(found.tokens_per_expert.sum()))
+        return found
+
+    monkeypatch.setattr(TopKRouter, "forward", counting)
+    runtime = runtime_for(Samples(), config=config)
+    for block in runtime.model.layers.values():
+        forward = block.forward
+        block.forward = lambda x, p, f=forward: checkpoint(f, x, p, use_reentrant=False)
+    train_step(runtime)
+    assert sum(taken) == 2 * (2 * 8 * 12 * 2), "twice what the step counts"
 
 
 def test_a_mean_of_means_would_be_seen(reference):
