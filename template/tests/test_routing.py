@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from curry_train.config import Config, ModelConfig
-from curry_train.kernels import reference_routing
 from curry_train.layers import routing
 from curry_train.layers.routing import TopKRouter, largest, move_correction_biases
 from curry_train.rules import problems
@@ -358,21 +357,25 @@ def test_choice_weights_and_gradients_equal_those_of_transformers(module, name, 
     assert_same(*named, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("config", [c for c in CASES.values() if c.routing == "top_k"])
-def test_the_router_equals_the_twin_of_the_kernel(config):
-    config = replace(config, capacity_factor=0.0, router_bias=False)
-    router, x = filled(config), torch.randn(B, S, D)
-    found, pad_mask = router(x, PADDING), PADDING.flatten()
-    weights, ids, lse = reference_routing.router_topk(
-        router.logits(x).flatten(0, 1), router.e_score_correction_bias,
-        config.num_experts_per_tok, score=config.scoring_func, norm=config.norm_topk_prob,
-        scale=config.routed_scaling_factor, groups=config.n_group, group_topk=config.topk_group,
-        group_score=config.group_score, pad_mask=pad_mask,
-    )  # fmt: skip
-    assert torch.equal(found.expert_ids, ids.long())
-    assert_same({"weights": found.weights}, {"weights": weights}, tolerance=1e-14)
-    total = lse.view(B, S).square().sum(1) / PADDING.sum(1).clamp(min=1)
-    assert_same({"z": found.z_loss}, {"z": total}, tolerance=1e-14)
+TOP_K = [case for case, config in CASES.items() if config.routing == "top_k"]
+
+
+@pytest.mark.parametrize("pad_mask", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("case", TOP_K)
+def test_the_operator_that_a_gpu_uses_chooses_the_same_with_gradients(case, pad_mask):
+    router, x = filled(CASES[case]), torch.randn(B, S, D, requires_grad=True)
+
+    logits = router.logits(x)
+    scores = logits.sigmoid() if router.scoring == "sigmoid" else logits.softmax(-1)
+    ids, weights = router.choose_by_kernel(logits, pad_mask)
+    wanted_ids, wanted = router.choose(logits, scores, pad_mask)
+    assert ids.dtype == torch.int64 and torch.equal(ids, wanted_ids)
+    assert_same({"weights": weights}, {"weights": wanted}, tolerance=1e-14)
+    inputs, upstream = {"x": x, **dict(router.named_parameters())}, torch.randn_like(wanted)
+    # The z-loss gives the comparison a scale where normalised weights are constant (K = 1).
+    totals = [(value * upstream).sum() + logits.logsumexp(-1).sum() for value in (weights, wanted)]
+    sides = [torch.autograd.grad(t, inputs.values(), retain_graph=True) for t in totals]
+    assert_same(*(dict(zip(inputs, side, strict=True)) for side in sides), tolerance=1e-13)
 
 
 def test_ties_go_to_the_lowest_id_in_choice_groups_and_capacity():

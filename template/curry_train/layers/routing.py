@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curry_train.config import ModelConfig
+from curry_train.kernels import routing_ops
 
 NORM_EPS = 1e-20
 """Keeps weights that all underflow at 0 instead of NaN. Source: DeepSeek-V3's gate."""
@@ -123,6 +124,8 @@ class TopKRouter(nn.Module):
         Under expert choice both are [B, S, E], with -1 and 0 where an expert did not choose.
         """
         experts = scores_BSE.shape[-1]
+        if self.routing == "top_k" and logits_BSE.device.type == "cuda":
+            return self.choose_by_kernel(logits_BSE, pad_mask)
         if self.routing == "expert_choice":
             limit_B = self.fair_share(scores_BSE, 1, pad_mask)
             chosen = chosen_tokens(scores_BSE, limit_B, pad_mask)
@@ -143,6 +146,26 @@ class TopKRouter(nn.Module):
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + NORM_EPS)
         return ids, weights * self.scale
+
+    def choose_by_kernel(
+        self, logits_BSE: Tensor, pad_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `choose` returns for top_k, [B, S, K] each, from one operator."""
+        bias = self.e_score_correction_bias
+        weights, ids, _ = routing_ops.router_topk(
+            logits_BSE.flatten(0, 1),
+            None if bias is None else bias.to(logits_BSE.dtype),
+            self.experts_per_token,
+            self.scoring,
+            self.normalise,
+            self.scale,
+            self.groups,
+            self.top_groups,
+            self.group_score,
+            None if pad_mask is None else pad_mask.flatten(),
+        )
+        shape = (*logits_BSE.shape[:2], self.experts_per_token)
+        return ids.long().view(shape), weights.view(shape)
 
     def best_experts(self, logits_BSE: Tensor, scores_BSE: Tensor) -> Tensor:
         """Return the ids int64 [B, S, K] of the best experts, of the best groups if there are any.
@@ -203,7 +226,7 @@ class TopKRouter(nn.Module):
 def move_correction_biases(model: nn.Module, tokens_per_expert: Tensor) -> None:
     """Move the correction bias of every router in a model that has one; once an optimizer step.
 
-    Shapes: tokens_per_expert int [routers, E], in the order of the model's modules, summed over
+    Shapes: tokens_per_expert int [L, E], L routers in the order of the model's modules, summed over
     the micro-batches and ranks of the step: equal on every rank, so the biases stay equal too.
     """
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
