@@ -68,7 +68,7 @@ def block_m_for(rows: int, experts: int) -> int:
     The smallest height that holds the mean expert's rows: taller tiles would be mostly empty.
     """
     mean = rows / max(experts, 1)
-    return next((height for height in BUCKETS if mean <= height), BUCKETS[-1])
+    return next((height for height in BUCKETS[:-1] if mean <= height), BUCKETS[-1])
 
 
 LAYOUTS = {
