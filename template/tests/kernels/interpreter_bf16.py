@@ -49,14 +49,16 @@ def narrow(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+def widened(handle: TensorHandle) -> TensorHandle:
+    """Return a value of the interpreter, in fp32 if it is bf16."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle(widen(handle.data), tl.float32)
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace the methods until the patch is undone."""
     dot, binary, unary, cast = (getattr(InterpreterBuilder, name) for name in EXPECTED)
-
-    def widened(handle: TensorHandle) -> TensorHandle:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return TensorHandle(widen(handle.data), tl.float32)
 
     def create_dot(self, a, b, d, *options):
         return dot(self, widened(a), widened(b), d, *options)
