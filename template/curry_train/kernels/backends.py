@@ -10,7 +10,6 @@ activation is made again in the backward pass, and the gradient of the router we
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from curry_train.kernels.expert_rows import (
     used_rows,
 )
 from curry_train.kernels.reference import Sorted, split_gate_up, swiglu, swiglu_backward
+from curry_train.kernels.row_products import products_of
 
 
 class Bank(NamedTuple):
@@ -65,18 +65,6 @@ class Grads(NamedTuple):
     w13: Tensor | None = None
     w2: Tensor | None = None
     bias13: Tensor | None = None
-
-
-class Products(NamedTuple):
-    """The three grouped products over rows in expert order.
-
-    Shapes: forward(x [R, M], w [E, N, M]) -> [R, N]; dgrad(dy [R, N], w) -> [R, M];
-    wgrad(dy, x) -> [E, N, M], zero for experts without rows.
-    """
-
-    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    dgrad: Callable[[Tensor, Tensor, Tensor], Tensor]
-    wgrad: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 # The activation, in the dtype of h and without a copy of it.
@@ -119,10 +107,11 @@ def activate_backward(
 # The plan that grouped_mm and sorted share.
 
 
-def forward_rows(products: Products, bank: Bank, ids: Tensor) -> tuple[Tensor, Tensor, Sorted]:
+def forward_rows(backend: str, bank: Bank, ids: Tensor) -> tuple[Tensor, Tensor, Sorted]:
     """Return out [T, D], h [R, 2F] and the Sorted of ids int [T, K]."""
     sorted = sort_choices(ids, bank.w13.shape[0])
     rows = used_rows(sorted)
+    products = products_of(backend, bank.w13, rows)
     h = products.forward(gather_rows(bank.x, sorted, rows), bank.w13, sorted.offsets)
     if bank.bias13 is not None:
         h += expert_rows(bank.bias13, sorted, rows)
@@ -131,10 +120,11 @@ def forward_rows(products: Products, bank: Bank, ids: Tensor) -> tuple[Tensor, T
 
 
 def backward_rows(
-    products: Products, bank: Bank, dout: Tensor, h: Tensor, sorted: Sorted, needs: Needs
+    backend: str, bank: Bank, dout: Tensor, h: Tensor, sorted: Sorted, needs: Needs
 ) -> Grads:
     """Return the wanted gradients for dout [T, D], with h [R, 2F] and Sorted of the forward."""
     rows, offsets = used_rows(sorted), sorted.offsets
+    products = products_of(backend, bank.w13, rows)
     dout_rows = gather_rows(dout, sorted, rows)
     weight = bank.weights.reshape(-1, 1).index_select(0, sorted.order[:rows]).to(h.dtype)
     da = products.dgrad(dout_rows, bank.w2, offsets)
@@ -151,56 +141,6 @@ def backward_rows(
     if needs.bias13 and bank.bias13 is not None:
         dbias13 = expert_sums(dh, sorted).to(bank.bias13.dtype)
     return Grads(dx, dweights, dw13, dw2, dbias13)
-
-
-# grouped_mm: torch's product. It reads int32 offsets, wants rows on 16 bytes and dense gradients.
-
-
-def _grouped_forward(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(x, w.transpose(1, 2), offs=offsets[1:])
-
-
-def _grouped_dgrad(dy: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(dy, w, offs=offsets[1:])
-
-
-def _grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(dy.t(), x, offs=offsets[1:])
-
-
-GROUPED_MM = Products(_grouped_forward, _grouped_dgrad, _grouped_wgrad)
-
-
-# sorted: one mm for each expert that has rows, written into its place.
-
-
-def _slices(offsets: Tensor) -> list[tuple[int, slice]]:
-    bounds = itertools.pairwise(offsets.tolist())
-    return [(e, slice(first, last)) for e, (first, last) in enumerate(bounds) if last > first]
-
-
-def _sorted_forward(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    y = x.new_empty(x.shape[0], w.shape[1])
-    for expert, rows in _slices(offsets):
-        torch.mm(x[rows], w[expert].t(), out=y[rows])
-    return y
-
-
-def _sorted_dgrad(dy: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    dx = dy.new_empty(dy.shape[0], w.shape[2])
-    for expert, rows in _slices(offsets):
-        torch.mm(dy[rows], w[expert], out=dx[rows])
-    return dx
-
-
-def _sorted_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    dw = x.new_zeros(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
-    for expert, rows in _slices(offsets):
-        torch.mm(dy[rows].t(), x[rows], out=dw[expert])
-    return dw
-
-
-SORTED = Products(_sorted_forward, _sorted_dgrad, _sorted_wgrad)
 
 
 # triton and reference: the kernels or their twins, composed.
@@ -288,7 +228,7 @@ def kernels_of(backend: str) -> Kernels:
     )
 
 
-ROWS = {"grouped_mm": GROUPED_MM, "sorted": SORTED}
+ROWS = ("grouped_mm", "sorted")
 BACKENDS = ("triton", "grouped_mm", "sorted", "reference")
 """In the order in which dispatch tries them."""
 
@@ -296,7 +236,7 @@ BACKENDS = ("triton", "grouped_mm", "sorted", "reference")
 def forward(backend: str, bank: Bank, ids: Tensor, block_m: int) -> tuple[Tensor, Tensor, Sorted]:
     """Run the bank forward by the named backend. Shapes: out [T, D], h [R, 2F] and the Sorted."""
     if backend in ROWS:
-        return forward_rows(ROWS[backend], bank, ids)
+        return forward_rows(backend, bank, ids)
     return forward_kernels(kernels_of(backend), bank, ids, block_m)
 
 
@@ -305,5 +245,5 @@ def backward(
 ) -> Grads:
     """Run the bank backward by the named backend. Shapes: those of forward_rows."""
     if backend in ROWS:
-        return backward_rows(ROWS[backend], bank, dout, h, sorted, needs)
+        return backward_rows(backend, bank, dout, h, sorted, needs)
     return backward_kernels(kernels_of(backend), bank, dout, h, sorted, needs)

@@ -137,9 +137,14 @@ torch.library.define(
 )
 
 
+def _bank(x, weights, w13, w2, *others) -> Bank:
+    # What multiplies reads rows one after the other; of a dense tensor this is the tensor itself.
+    return Bank(x.contiguous(), weights.contiguous(), w13.contiguous(), w2.contiguous(), *others)
+
+
 @torch.library.impl("curry_train::moe_experts", "default")
 def _forward(x, ids, weights, w13, w2, bias13, limit, interleaved, backend, block_m):
-    bank = Bank(x, weights, w13, w2, bias13, limit, interleaved)
+    bank = _bank(x, weights, w13, w2, bias13, limit, interleaved)
     out, h, sorted = backends.forward(backend, bank, ids, block_m)
     return (out, h, *sorted[:TABLES])
 
@@ -147,7 +152,7 @@ def _forward(x, ids, weights, w13, w2, bias13, limit, interleaved, backend, bloc
 @torch.library.impl("curry_train::moe_experts_bwd", "default")
 def _backward(dout, h, x, weights, w13, w2, bias13, *rest):
     *tables, limit, interleaved, backend, block_m, needs = rest
-    bank = Bank(x, weights, w13, w2, bias13, limit, interleaved)
+    bank = _bank(x, weights, w13, w2, bias13, limit, interleaved)
     sorted = Sorted(*tables, block_m=block_m)
     grads = backends.backward(backend, bank, dout.contiguous(), h, sorted, Needs(*needs))
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
