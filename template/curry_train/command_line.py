@@ -90,7 +90,10 @@ def help_text(project: Path | None = None, argv: Sequence[str] = ()) -> str:
     except ConfigError:
         config = Config()  # help is for those whose files are broken, too
     lines = [USAGE, "Groups (GROUP=OPTION takes configs/GROUP/OPTION.yaml)"]
-    lines += [f"  {group:<12}{', '.join(options(project, group))}" for group in GROUPS]
+    for group in GROUPS:
+        names = ", ".join(options(project, group))
+        group = f"  {group:<12}"
+        lines += textwrap.wrap(names, 100, initial_indent=group, subsequent_indent=" " * 14)
     lines += [
         "",
         "Settings (KEY=VALUE; null means none), each with the value it has now",

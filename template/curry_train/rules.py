@@ -50,7 +50,8 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     config = build_config(model, usable)
     rules = [_lengths(config), _mesh(config, world), _places(config)]
     if model is ModelConfig:
-        rules += [_decoder(config.model), _routing(config.model)]
+        kinds = (_decoder, _attention, _rotation, _routing)
+        rules += [rule(config.model) for rule in kinds]
     refused = [f"{key}={shown(value_of(config, key))}: {why}" for key, why in chain(*rules)]
     if model is not ModelConfig and not any(key.startswith("model.") for key in wrong):
         # The Config of another model class may bring rules of its own.
@@ -140,7 +141,36 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def _decoder(model: ModelConfig) -> Refusals:
-    heads, layers = model.num_attention_heads, model.num_hidden_layers
+    layers = model.num_hidden_layers
+    if model.first_k_dense_replace > layers:
+        yield (
+            "model.first_k_dense_replace",
+            f"there are only model.num_hidden_layers={layers}; set at most that many",
+        )
+
+
+def _attention(model: ModelConfig) -> Refusals:
+    if model.kv_lora_rank:
+        yield from _latent(model)
+    else:
+        yield from _grouped(model)
+    every, window = model.sliding_window_pattern, model.sliding_window
+    if every and window is None:
+        yield (
+            "model.sliding_window_pattern",
+            "names the blocks that model.sliding_window spares, and model.sliding_window=null is"
+            " none; set model.sliding_window, or model.sliding_window_pattern=0",
+        )
+    elif every == 1:
+        yield (
+            "model.sliding_window_pattern",
+            f"every block would see all keys, so that model.sliding_window={window} holds nowhere;"
+            " set model.sliding_window_pattern to 0 or at least 2, or model.sliding_window=null",
+        )
+
+
+def _grouped(model: ModelConfig) -> Refusals:
+    heads = model.num_attention_heads
     if heads % model.num_key_value_heads:
         fitting = _divisors(heads)
         yield (
@@ -153,10 +183,109 @@ def _decoder(model: ModelConfig) -> Refusals:
             "model.head_dim",
             f"rotary positions turn pairs, so it must be even; set model.head_dim={even}",
         )
-    if model.first_k_dense_replace > layers:
+    for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if getattr(model, name):
+            yield (
+                f"model.{name}",
+                "read by latent attention only, and model.kv_lora_rank=0 means grouped-query"
+                f" attention; set model.kv_lora_rank, or model.{name}=0",
+            )
+
+
+def _latent(model: ModelConfig) -> Refusals:
+    heads, rank = model.num_attention_heads, model.kv_lora_rank
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    missing = [name for name in parts if not getattr(model, name)]
+    for name in missing:
         yield (
-            "model.first_k_dense_replace",
-            f"there are only model.num_hidden_layers={layers}; set at most that many",
+            f"model.{name}",
+            f"latent attention (model.kv_lora_rank={rank}) has no head without it; set"
+            f" model.{name}, or model.kv_lora_rank=0",
+        )
+    if model.qk_rope_head_dim % 2:
+        even = model.qk_rope_head_dim + 1
+        yield (
+            "model.qk_rope_head_dim",
+            f"rotary positions turn pairs, so it must be even; set model.qk_rope_head_dim={even}",
+        )
+    if not missing and model.v_head_dim > model.query_dim:
+        yield (
+            "model.v_head_dim",
+            f"fused attention takes values no wider than queries, {model.query_dim} here (the sum"
+            " of model.qk_nope_head_dim and model.qk_rope_head_dim); set at most that",
+        )
+    if model.num_key_value_heads != heads:
+        yield (
+            "model.num_key_value_heads",
+            f"under latent attention (model.kv_lora_rank={rank}) every head has keys of its own;"
+            f" set model.num_key_value_heads={heads}",
+        )
+    for name in ("qk_norm", "attention_sinks"):
+        if getattr(model, name):
+            yield (
+                f"model.{name}",
+                f"latent attention (model.kv_lora_rank={rank}) has none; set model.{name}=false",
+            )
+
+
+def _rotation(model: ModelConfig) -> Refusals:
+    kind, original = model.rope_type, model.original_max_position_embeddings
+    if kind == "default" and model.rope_factor != 1:
+        yield (
+            "model.rope_factor",
+            "model.rope_type=default scales nothing; set model.rope_type to linear, llama3 or yarn,"
+            " or model.rope_factor=1",
+        )
+    elif model.rope_factor < 1:
+        yield "model.rope_factor", "a context only grows; set it to at least 1"
+    needed = kind in ("llama3", "yarn")
+    if needed and original is None:
+        yield (
+            "model.original_max_position_embeddings",
+            f"model.rope_type={kind} scales from the context before it; set it to that number of"
+            " tokens",
+        )
+    elif original is not None and not needed:
+        yield (
+            "model.original_max_position_embeddings",
+            f"model.rope_type={kind} does not read it; set it to null, or model.rope_type to llama3"
+            " or yarn",
+        )
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if kind == "llama3" and low >= high:
+        yield (
+            "model.rope_low_freq_factor",
+            f"must be below model.rope_high_freq_factor={high:g}, between which frequencies are"
+            " blended; Llama 3.1 has 1 and 4",
+        )
+    if kind == "yarn":
+        yield from _yarn(model)
+    for name in ("rope_mscale", "rope_mscale_all_dim"):
+        if getattr(model, name) and (kind != "yarn" or not model.kv_lora_rank):
+            yield (
+                f"model.{name}",
+                "read by yarn under latent attention only (model.rope_type=yarn and"
+                f" model.kv_lora_rank above 0); set model.{name}=0",
+            )
+
+
+def _yarn(model: ModelConfig) -> Refusals:
+    fast, slow = model.rope_beta_fast, model.rope_beta_slow
+    if fast < slow:
+        yield (
+            "model.rope_beta_fast",
+            f"must be at least model.rope_beta_slow={slow:g}: both are turns in the original"
+            " context, fast ones are kept; the paper has 32 and 1",
+        )
+    if model.rope_theta <= 1:
+        yield "model.rope_theta", "yarn needs frequencies that fall; set it above 1, say 10000"
+    if model.kv_lora_rank and bool(model.rope_mscale) != bool(model.rope_mscale_all_dim):
+        lone = "rope_mscale" if model.rope_mscale else "rope_mscale_all_dim"
+        other = "rope_mscale_all_dim" if model.rope_mscale else "rope_mscale"
+        yield (
+            f"model.{lone}",
+            f"means different things in DeepSeek's code and in transformers without"
+            f" model.{other}; set both, or both to 0",
         )
 
 

@@ -471,6 +471,77 @@ def test_a_value_that_cannot_work_is_named_with_what_can(key, value, said):
     assert any(said in problem and f"{key}=" in problem for problem in found), found
 
 
+LATENT = (
+    "model.kv_lora_rank=16 model.qk_nope_head_dim=16 model.qk_rope_head_dim=8 model.v_head_dim=16"
+    " model.num_key_value_heads=4 model.qk_norm=false"
+)
+YARN = "model.rope_type=yarn model.rope_factor=4 model.original_max_position_embeddings=64"
+LLAMA3 = YARN.replace("yarn", "llama3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("model.sliding_window_pattern=2", "model.sliding_window_pattern=2: names the blocks"),
+        (
+            "model.sliding_window=8 model.sliding_window_pattern=1",
+            "model.sliding_window_pattern=1: every block would see all keys",
+        ),
+        *(
+            (f"model.{name}=8", f"model.{name}=8: read by latent attention only, and")
+            for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        ),
+        *(
+            (f"{LATENT} model.{name}=0", f"model.{name}=0: latent attention (model.kv_lora_rank")
+            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        ),
+        (f"{LATENT} model.qk_rope_head_dim=7", "set model.qk_rope_head_dim=8"),
+        (f"{LATENT} model.v_head_dim=25", "model.v_head_dim=25: fused attention takes values no"),
+        (f"{LATENT} model.num_key_value_heads=2", "set model.num_key_value_heads=4"),
+        (f"{LATENT} model.qk_norm=true", "set model.qk_norm=false"),
+        (f"{LATENT} model.attention_sinks=true", "set model.attention_sinks=false"),
+        ("model.rope_factor=2", "model.rope_factor=2.0: model.rope_type=default scales nothing"),
+        ("model.rope_type=linear model.rope_factor=0.5", "set it to at least 1"),
+        ("model.rope_type=yarn", "model.rope_type=yarn scales from the context before it"),
+        ("model.rope_type=llama3", "model.rope_type=llama3 scales from the context before it"),
+        (
+            "model.rope_type=linear model.original_max_position_embeddings=64",
+            "model.rope_type=linear does not read it; set it to null",
+        ),
+        (f"{LLAMA3} model.rope_low_freq_factor=4", "must be below model.rope_high_freq_factor=4,"),
+        (f"{YARN} model.rope_beta_slow=33", "must be at least model.rope_beta_slow=33:"),
+        (f"{YARN} model.rope_theta=1", "model.rope_theta=1.0: yarn needs frequencies that fall"),
+        (f"{YARN} model.rope_mscale=1", "set model.rope_mscale=0"),
+        (f"{LATENT} model.rope_mscale_all_dim=1", "set model.rope_mscale_all_dim=0"),
+        (f"{LATENT} {YARN} model.rope_mscale=1", "without model.rope_mscale_all_dim; set both"),
+        (f"{LATENT} {YARN} model.rope_mscale_all_dim=1", "without model.rope_mscale; set both"),
+    ],
+)
+def test_attention_that_cannot_work_is_one_sentence(argv, said):
+    with pytest.raises(ConfigError) as refused:
+        load_config(argv.split())
+    [problem] = refused.value.problems
+    assert said in problem and "; " in problem
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        LATENT,
+        f"{LATENT} model.head_dim=31 model.q_lora_rank=8 model.attention_bias=true",
+        f"{LATENT} model.v_head_dim=24",
+        f"{LATENT} {YARN} model.rope_mscale=1 model.rope_mscale_all_dim=0.5",
+        "model.sliding_window=8 model.sliding_window_pattern=2 model.attention_sinks=true",
+        "model.sliding_window=8 model.sliding_window_pattern=100",
+        "model.rope_type=linear model.rope_factor=2",
+        f"{YARN} model.rope_beta_fast=1 model.rope_truncate=false",
+        LLAMA3,
+    ],
+)
+def test_attention_that_works_is_accepted(argv):
+    assert load_config(argv.split()).model.num_hidden_layers == 4
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -638,7 +709,8 @@ def test_help_shows_every_setting_with_its_value_and_meaning():
             meaning = lines[place + 1] if place + 1 < len(lines) else ""
             assert re.match(r"      \S", meaning), f"{name} has no sentence"
     for group, option in CHOICES:
-        assert any(re.match(rf"  {group} .*\b{option}\b", line) for line in lines)
+        row = rf"^  {group} (?:.*\n {{14}})*.*\b{option}\b"  # many options take more lines
+        assert re.search(row, "\n".join(lines), re.MULTILINE), (group, option)
     assert "  model.num_experts=4" in lines, "the value of a plain `python train.py`"
     assert all(len(line) <= 100 for line in lines)
 
