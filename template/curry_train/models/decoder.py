@@ -75,7 +75,9 @@ class MoEBlock(nn.Module):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         residual = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions)
         hidden = self.post_attention_layernorm(residual)
-        routing = self.mlp.gate(hidden)
+        # The loader gives padding the document -1.
+        real = None if positions.doc_ids is None else positions.doc_ids >= 0
+        routing = self.mlp.gate(hidden, real)
         if self.mlp.shared_experts is not None:
             residual = residual + self.mlp.shared_experts(hidden)
         return residual, hidden.flatten(0, 1), routing
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
     """A causal language model.
 
     Shapes: input_ids int64 [B, S]; position_ids int64 [B, S] or None (0 to S-1); doc_ids int64
-    [B, S] or None (attention is not cut at document ends). Returns ModelOutput.
+    [B, S], -1 for padding, or None (attention is not cut at document ends). Returns ModelOutput.
     """
 
     Config = ModelConfig
