@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from curry_train.checkpoint import dcp
+from curry_train.checkpoint.training_state import training_tensors
 from curry_train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
 from curry_train.layers.routing import TopKRouter
 from curry_train.loss import mean_loss, token_sums
 from curry_train.models.protocol import build_model, named_state
-from curry_train.optim import LossScale, build_optimizer, lr_at
+from curry_train.optim import LossScale, build_optimizer, lr_at, materialise_state
 from curry_train.parallel import grads
 from curry_train.parallel.mesh import Mesh
 from curry_train.runtime import Runtime
@@ -183,6 +185,32 @@ def test_the_bias_rests_in_validation_and_in_a_skipped_step():
     hook.remove()
     train_step(runtime)
     assert any(not torch.equal(b, before[n]) for n, b in biases_of(runtime).items())
+
+
+def test_a_checkpoint_takes_the_bias_along_and_the_run_goes_on_bitwise(tmp_path):
+    config = replace(CONFIG, model=V3, precision="fp32")
+    whole, resumed = (runtime_for(Samples(), config=config) for _ in range(2))
+    for _ in range(2):
+        train_step(whole)
+    meta = {
+        "samples_consumed": 16, "data_hash": "", "config_hash": "", "mesh": {},
+        "model": {"num_experts": 4},
+    }  # fmt: skip
+    path = dcp.save(
+        tmp_path, step=2, tensors=training_tensors(whole.model, whole.optimizer), rank_tensors={},
+        meta=meta, files={}, mesh=Mesh.single(), keep=0,
+    )  # fmt: skip
+    materialise_state(resumed.optimizer)
+    tensors = training_tensors(resumed.model, resumed.optimizer)
+    dcp.load(path, tensors)
+    for state in resumed.optimizer.state.values():
+        state["step"].copy_(tensors["optim.step"])
+    resumed.step, resumed.batches.samples_consumed = 2, 16
+    assert_same(biases_of(resumed), biases_of(whole), tolerance=0)
+    assert {b.dtype for b in biases_of(whole).values()} == {torch.float32}
+    outs = [train_step(runtime)._replace(step_time=0.0) for runtime in (resumed, whole)]
+    assert outs[0] == outs[1]
+    assert_same(*(dict(named_state(r.model)) for r in (resumed, whole)), tolerance=0)
 
 
 def test_a_forward_pass_made_again_for_backward_counts_nothing_twice():
