@@ -2,12 +2,11 @@
 
 Why this way. A program owns one tile of rows of one expert, found in a table that the sort wrote:
 no row is padded, and the grid needs no number from the GPU. Rows are gathered by pointer as they
-are read, so no copy of x in expert order exists. Gate and up lie interleaved in one product, since
-two `tl.dot` into one accumulator in a loop are compiled wrongly for sm_100 (triton #10821), and two
+are read, so no copy of x in expert order exists. Gate and up lie interleaved in one product: two
+`tl.dot` into one accumulator in a loop are compiled wrongly for sm_100 (triton #10821), and two
 accumulators spill registers. Tiles run expert by expert, so that a weight stays in the L2 cache.
-Offsets of rows and experts are int64: [R, D] passes 2**31 elements at ordinary sizes.
-There are no atomics and every sum has one fixed order: a repeated call gives the same bits, and a
-row's result does not depend on the rows beside it.
+Offsets of rows and experts are int64: [R, D] passes 2**31 elements at ordinary sizes. Every sum has
+one fixed order: calls repeat bit for bit, and a row does not depend on the rows beside it.
 """
 
 from __future__ import annotations

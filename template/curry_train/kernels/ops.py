@@ -145,7 +145,7 @@ def _gmm_backward(ctx, dy):
         dx = moe_combine(dx, table[1], None, None) if ctx.gather else dx
     if ctx.needs_input_grad[1]:
         dw, _ = _gmm_wgrad(dy, x, table, ctx.block_m, False, ctx.gather, False)
-    return dx, dw, None, None, None
+    return dx, dw, [None] * len(table), None, None
 
 
 _gmm.register_autograd(_gmm_backward, setup_context=_keep_gmm)
@@ -168,7 +168,7 @@ def _gmm_swiglu_backward(ctx, dh, da):
         has_bias = ctx.bias_dtype is not None
         dw, db = _gmm_wgrad(dh, x, table, ctx.block_m, False, True, has_bias)
         db = db.to(ctx.bias_dtype) if has_bias else None
-    return dx, dw, db, None, None, None
+    return dx, dw, db, [None] * len(table), None, None
 
 
 _gmm_swiglu.register_autograd(_gmm_swiglu_backward, setup_context=_keep_gmm_swiglu)
