@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curry_train.data.loader import IGNORED, Batch
+from curry_train.kernels.routing_ops import cross_entropy_rows
 
 
 class TokenSums(NamedTuple):
@@ -51,6 +52,18 @@ def zero_totals(device: torch.device) -> Tensor:
     return torch.zeros(4, dtype=wide_dtype(device), device=device)
 
 
+def token_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the negative log likelihood of each row in nats, 0 where the label is -100.
+
+    Shapes: logits [N, V] of any float dtype, labels int64 [N]; returns [N] in float32, float64 of
+    float64. On a GPU one kernel reads bf16 logits as they are, without a float32 copy.
+    """
+    if logits.is_cuda:
+        return cross_entropy_rows(logits, labels, ignore=IGNORED)[0]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
+
+
 def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     """Run the model on one micro-batch and return the totals of its targets.
 
@@ -59,11 +72,8 @@ def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     """
     out = model(batch["input_ids"], batch.get("position_ids"), batch.get("doc_ids"))
     labels = batch["labels"]
-    logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
     wide = wide_dtype(labels.device)
-    nll = F.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
-    ).sum(dtype=wide)
+    nll = token_nll(out.logits.flatten(0, -2), labels.flatten()).sum(dtype=wide)
     tokens_B = (labels != IGNORED).sum(1)
     zero = nll.new_zeros(())
     aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum(dtype=wide)
