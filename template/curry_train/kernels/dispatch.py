@@ -103,7 +103,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_triton_device, _triton_device_reason),
         Rule(
             lambda site: site.dtype in TOLERANCE,
-            lambda site: f"found {site.dtype}; the kernels take {_names(TOLERANCE)}",
+            lambda site: f"found {_names([site.dtype])}; the kernels take {_names(TOLERANCE)}",
         ),
         Rule(
             lambda site: importlib.util.find_spec("triton") is not None,
@@ -128,7 +128,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda site: site.dtype in _grouped_dtypes(site),
             lambda site: (
-                f"found {site.dtype}; on {site.device.type} it takes "
+                f"found {_names([site.dtype])}; on {site.device.type} it takes "
                 f"{_names(_grouped_dtypes(site))}"
             ),
         ),
