@@ -56,6 +56,7 @@ def rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """loss[T], lse[T] and correction[T] of logits[T, V], BLOCK_T rows in a program."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     target = tl.load(target_ptr + t, mask=t < T, other=0)
     kept = (t < T) & (target != ignore)
@@ -82,6 +83,7 @@ def rows_kernel(
     label = label.to(tl.float32)
     if CAPPED:
         label = softcap * _tanh(label / softcap)
+    peak, total = tl.where(kept, peak, 0.0), tl.where(kept, total, 1.0)
     lse = peak + tl.log(total)
     # The largest logit goes first: lse - label would round away what is left at 1e4.
     loss = (peak - label) + tl.log(total)
@@ -91,8 +93,8 @@ def rows_kernel(
     loss += z * lse * lse
     correction = total * tl.exp(peak - lse)
     tl.store(loss_ptr + t, tl.where(kept, loss, 0.0), mask=t < T)
-    tl.store(lse_ptr + t, tl.where(kept, lse, 0.0), mask=t < T)
-    tl.store(correction_ptr + t, tl.where(kept, correction, 1.0), mask=t < T)
+    tl.store(lse_ptr + t, lse, mask=t < T)
+    tl.store(correction_ptr + t, correction, mask=t < T)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "ignore"])
@@ -116,6 +118,7 @@ def rows_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """dlogits[T, V], a tile of BLOCK_T rows and BLOCK_V columns in a program."""
     across = tl.cdiv(V, BLOCK_V)
     t = (tl.program_id(0) // across).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     v = tl.program_id(0) % across * BLOCK_V + tl.arange(0, BLOCK_V)

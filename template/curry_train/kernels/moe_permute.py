@@ -43,13 +43,20 @@ def count_kernel(ids_ptr, table_ptr, R, E: tl.constexpr, BINS: tl.constexpr, BLO
     tl.store(table_ptr + block * (E + 1) + bins, tl.histogram(key, BINS), mask=bins <= E)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def scan_kernel(
-    table_ptr, counts_ptr, blocks, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    table_ptr,
+    counts_ptr,
+    R,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Replace table[block, e] by the sum over earlier blocks; counts[e] = the sum over all."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     before = tl.zeros((COLUMNS,), tl.int32)
+    blocks = tl.cdiv(R, BLOCK)
     for first in range(0, blocks, ROWS):
         row = first + tl.arange(0, ROWS)
         pointers = table_ptr + row.to(tl.int64)[:, None] * (E + 1) + column[None, :]
@@ -200,8 +207,8 @@ def moe_sort(
     constants = {"E": num_experts, "BINS": bins, "BLOCK": BLOCK}
     run(Launch(count_kernel, blocks, choices, constants, num_warps=4, num_stages=1))
 
-    arguments = {"table_ptr": table, "counts_ptr": found.counts, "blocks": blocks}
-    constants = {"E": num_experts, "ROWS": SCAN_ROWS, "COLUMNS": SCAN_COLUMNS}
+    arguments = {"table_ptr": table, "counts_ptr": found.counts, "R": R}
+    constants = {"E": num_experts, "BLOCK": BLOCK, "ROWS": SCAN_ROWS, "COLUMNS": SCAN_COLUMNS}
     grid = triton.cdiv(num_experts + 1, SCAN_COLUMNS)
     run(Launch(scan_kernel, grid, arguments, constants, num_warps=4, num_stages=1))
 

@@ -91,6 +91,7 @@ def router_topk_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """weights[T, K], ids[T, K] and lse[T] of logits[T, E], BLOCK_T rows in a program."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     real = t < T
     if pad_mask_ptr is not None:
@@ -100,13 +101,12 @@ def router_topk_kernel(
     expert = group * (E // GROUPS) + member
     exists = (group < GROUPS) & (member < E // GROUPS)
     inside = real[:, None] & exists[None, :]
-    logits = tl.load(
-        logits_ptr + t[:, None] * logits_row + expert[None, :], mask=inside, other=-float("inf")
-    )
+    pointers = logits_ptr + t[:, None] * logits_row + expert[None, :]
+    logits = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
 
     peak = tl.max(logits, axis=1)
     peak = tl.where(peak > -float("inf"), peak, 0.0)
-    total = tl.sum(tl.exp(logits - peak[:, None]), axis=1)
+    total = tl.where(real, tl.sum(tl.exp(logits - peak[:, None]), axis=1), 1.0)
     lse = peak + tl.log(total)
 
     choice = logits
@@ -153,7 +153,7 @@ def router_topk_kernel(
     stored = (t < T)[:, None] & in_k
     tl.store(weights_ptr + where, weights, mask=stored)
     tl.store(ids_ptr + where, ids, mask=stored)
-    tl.store(lse_ptr + t, tl.where(real, lse, 0.0), mask=t < T)
+    tl.store(lse_ptr + t, lse, mask=t < T)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -175,6 +175,7 @@ def router_topk_bwd_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """dlogits[T, E], BLOCK_T rows in a program."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.arange(0, BLOCK_K)
     in_k = (t < T)[:, None] & (slot < K)[None, :]
@@ -183,9 +184,8 @@ def router_topk_bwd_kernel(
     real = (t < T) & (tl.sum((in_k & (ids < 0)).to(tl.int32), axis=1) == 0)
     expert = tl.arange(0, BLOCK_E)
     inside = real[:, None] & (expert < E)[None, :]
-    logits = tl.load(
-        logits_ptr + t[:, None] * logits_row + expert[None, :], mask=inside, other=-float("inf")
-    )
+    pointers = logits_ptr + t[:, None] * logits_row + expert[None, :]
+    logits = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
     lse = tl.load(lse_ptr + t, mask=real, other=0.0)
     probs = tl.exp(logits - lse[:, None])
     # The sum takes back the rounding of lse, which at logits of 1e4 is the third digit.
@@ -193,18 +193,15 @@ def router_topk_bwd_kernel(
     probs = probs / total[:, None]
 
     chosen = real[:, None] & in_k & (ids < E)
-    picked = tl.load(
-        logits_ptr + t[:, None] * logits_row + tl.where(chosen, ids, 0),
-        mask=chosen,
-        other=-float("inf"),
-    )
+    pointers = logits_ptr + t[:, None] * logits_row + tl.where(chosen, ids, 0)
+    picked = tl.load(pointers, mask=chosen, other=-float("inf")).to(tl.float32)
     if SIGMOID:
         share = _sigmoid(picked)
     else:
         share = tl.exp(picked - lse[:, None]) / total[:, None]
     if NORM:
         share = share / (tl.sum(share, axis=1) + EPS)[:, None]
-    dweights = tl.load(dweights_ptr + where, mask=chosen, other=0.0)
+    dweights = tl.load(dweights_ptr + where, mask=chosen, other=0.0).to(tl.float32)
     dshare = share * dweights * scale
     if NORM:
         dshare -= share * tl.sum(dshare, axis=1)[:, None]
