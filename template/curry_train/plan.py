@@ -23,18 +23,33 @@ from curry_train.rules import problems
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
+def attention_parameters(model: ModelConfig) -> int:
+    """Return the parameters of one block's attention, without the norm before it."""
+    width, heads = model.hidden_size, model.num_attention_heads
+    queries, values = heads * model.query_dim, heads * model.value_dim
+    biased = model.attention_bias
+    total = values * width + width * biased
+    if model.kv_lora_rank:
+        latent, turned = model.kv_lora_rank, model.qk_rope_head_dim
+        total += (width + biased) * (latent + turned) + latent
+        total += latent * heads * (model.qk_nope_head_dim + model.v_head_dim)
+        if model.q_lora_rank == 0:
+            return total + width * queries
+        return total + (width + biased + 1 + queries) * model.q_lora_rank
+    keys = model.num_key_value_heads * model.head_dim
+    total += (width + biased) * (queries + 2 * keys)
+    return total + 2 * model.head_dim * model.qk_norm + heads * model.attention_sinks
+
+
 def block_parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
     """Return (all, active per token) parameters of block `layer`."""
-    width, heads = model.hidden_size, model.num_attention_heads * model.head_dim
-    keys = model.num_key_value_heads * model.head_dim
-    attention = 2 * width * heads + 2 * width * keys + 2 * width
-    if model.qk_norm:
-        attention += 2 * model.head_dim
+    width, hidden = model.hidden_size, model.moe_intermediate_size
+    always = attention_parameters(model) + 2 * width
     if is_dense(model, layer):
-        total = attention + 3 * width * model.intermediate_size
-        return total, total
-    expert = 3 * width * model.moe_intermediate_size
-    always = attention + model.num_experts * width
+        always += 3 * width * model.intermediate_size
+        return always, always
+    expert = 3 * width * hidden + (2 * hidden + width) * model.expert_bias
+    always += (width + model.router_bias) * model.num_experts
     always += 3 * width * model.shared_expert_intermediate_size
     return always + model.num_experts * expert, always + model.num_experts_per_tok * expert
 
@@ -57,8 +72,9 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
 def flops_per_token(model: Any, seq_len: int) -> float | None:
     """Return the FLOP of forward and backward per token, all ranks together; None if unknown.
 
-    Six per active matrix parameter (the embedding is a lookup), and for attention the causal half:
-    6 * heads * head_dim * seq_len per block. Source: Kaplan et al. 2020, section 2.1, with the
+    Six per active matrix parameter (the embedding is a lookup), and for attention six per entry of
+    a query and of a value for each key that a token sees on average: half the sequence, or of a
+    window w of S tokens w * (1 - w / 2S). Source: Kaplan et al. 2020, section 2.1, with the
     attention term of Chowdhery et al. 2022, appendix B, halved.
     """
     if not isinstance(model, ModelConfig):
@@ -66,37 +82,77 @@ def flops_per_token(model: Any, seq_len: int) -> float | None:
     _, active = parameter_counts(model)
     if not model.tie_word_embeddings:
         active -= model.vocab_size * model.hidden_size
-    span = min(seq_len, model.sliding_window or seq_len)
-    heads = model.num_attention_heads * model.head_dim
-    return 6.0 * active + 6.0 * model.num_hidden_layers * heads * span
+    keys = 0.0
+    for layer in range(model.num_hidden_layers):
+        span = min(seq_len, model.window_of(layer) or seq_len)
+        keys += span * (1 - span / (2 * seq_len))
+    return 6.0 * active + 6.0 * model.num_attention_heads * keys * (
+        model.query_dim + model.value_dim
+    )
 
 
 def activation_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> float:
-    """Return the bytes that backward keeps per token of a micro-batch.
+    """Return the bytes that backward keeps per token of a micro-batch, attention masks apart.
 
     `compute` and `wide` are the bytes of an element in matrices and in norms and softmax. Counted
     are the tensors that autograd saves for this package's own layers, attention without its score
     matrix; the test holds the sum against the tensors that a real forward pass saves.
     """
-    width, heads = model.hidden_size, model.num_attention_heads * model.head_dim
-    keys = model.num_key_value_heads * model.head_dim
-    norm = width * (wide + 2 * compute) + wide
-    attention = 2 * (heads + keys) * compute + model.num_attention_heads * wide
-    if model.qk_norm:
-        attention += (heads + keys) * (wide + compute)
-        attention += (model.num_attention_heads + model.num_key_value_heads) * wide
-    total = norm + padded_vocab(model) * (wide if compute == wide else wide + compute)
+    norm = _norm_bytes(model.hidden_size, compute, wide)
+    total = norm + padded_vocab(model) * wide
     for layer in range(model.num_hidden_layers):
-        total += 2 * norm + attention
+        total += 2 * norm + _attention_bytes(model, compute, wide)
         if is_dense(model, layer):
             total += 4 * model.intermediate_size * compute
             continue
-        chosen = model.num_experts_per_tok
-        # h of each chosen expert, router weights twice, ids and their order
-        total += chosen * ((2 * model.moe_intermediate_size + 1) * compute + wide + 16)
+        experts = model.num_experts
+        chosen = experts if model.routing == "expert_choice" else model.num_experts_per_tok
         total += 4 * model.shared_expert_intermediate_size * compute
-        total += (2 * model.num_experts + 2) * wide + (width * wide if compute < wide else 0)
+        # The bank: gate and up of every row, weights, and int32 tables of the order of rows.
+        total += chosen * (2 * model.moe_intermediate_size * compute + compute + 8)
+        # The router: its input once more where it is cast, logits, scores, ids and weights.
+        total += model.hidden_size * wide * (compute < wide)
+        total += (2 * experts + 3) * wide + chosen * (8 + wide)
+        total += (experts * compute + chosen * 8) * model.expert_bias
     return total
+
+
+def _norm_bytes(width: int, compute: int, wide: int) -> int:
+    """Count what RMSNorm keeps of a row, with its output, which the next product reads."""
+    return width * (wide + 2 * compute) + wide
+
+
+def _attention_bytes(model: ModelConfig, compute: int, wide: int) -> int:
+    """Count queries, keys, values and output as the fused kernel gets them, and what made them."""
+    heads, keys = model.num_attention_heads, model.num_key_value_heads
+    width, values = model.query_dim, model.value_dim
+    kept = heads * wide
+    if model.kv_lora_rank:
+        kept += _norm_bytes(model.kv_lora_rank, compute, wide)
+        kept += _norm_bytes(model.q_lora_rank, compute, wide) if model.q_lora_rank else 0
+    elif model.qk_norm:
+        kept += (heads + keys) * (width * (wide + compute) + wide)
+    if model.attention_sinks:
+        from curry_train.layers.attention import SINK_DIMS
+
+        width += SINK_DIMS
+    kept += 2 * (heads + keys) * width * compute
+    if not model.kv_lora_rank and not model.attention_sinks:
+        return kept
+    kept += heads * values * compute  # the output in the order that the projection reads
+    # Values as wide as queries stay where the latent was expanded, beside the still part of keys.
+    return kept + (heads * model.qk_nope_head_dim * compute if width == values else 0)
+
+
+def mask_bytes(config: Config, samples: int, compute: int) -> int:
+    """Return the bytes of the masks that all blocks of a micro-batch share."""
+    model, length = config.model, config.data.seq_len
+    if not isinstance(model, ModelConfig):
+        return 0
+    windows = {model.window_of(layer) for layer in range(model.num_hidden_layers)}
+    masked = [w for w in windows if config.data.document_mask or (w is not None and w < length)]
+    side = length + model.attention_sinks
+    return len(masked) * side * side * compute * (samples if config.data.document_mask else 1)
 
 
 def padded_vocab(model: ModelConfig) -> int:
@@ -129,10 +185,12 @@ def estimate(config: Config, world: int) -> dict[str, int | None]:
     compute = COMPUTE_BYTES[config.precision]
     wide = max(compute, 4)
     total, ranks = stored_elements(config), dims.batch_world(sizes)
-    tokens = resolve_micro_batch(config, ranks) * config.data.seq_len
+    samples = resolve_micro_batch(config, ranks)
     activations = None
     if isinstance(config.model, ModelConfig):
+        tokens = samples * config.data.seq_len
         activations = round(tokens * activation_bytes_per_token(config.model, compute, wide))
+        activations += mask_bytes(config, samples, compute)
         activations += total * compute if compute < wide else 0
     return {
         "parameters": total * wide,
