@@ -47,6 +47,14 @@ class SpikingNorm(nn.Module):
         return spikes.flatten(0, 1)
 
 
+def head_decay(heads: int) -> Tensor:
+    """Return the decay of every head [H], float64: 1 - 2^-(h+1), a memory of about 2^(h+1) tokens.
+
+    Each head sees twice as far as the one before; a shift and a subtraction do it.
+    """
+    return 1 - 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float64)
+
+
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, decay_H: Tensor, doc_ids: Tensor | None, chunk: int = CHUNK
 ) -> Tensor:
@@ -102,7 +110,7 @@ class SpikingAttention(nn.Module):
                 self.v_spikes(self.v_proj(spikes)),
             )
         )
-        decay = 1 - 2.0 ** -torch.arange(1, heads + 1, device=spikes.device, dtype=wide)
+        decay = head_decay(heads).to(spikes.device, wide)
         docs = positions.doc_ids
         docs = None if docs is None else docs.repeat(self.time_steps, 1)
         out = linear_attention(q, k, v, decay, docs)

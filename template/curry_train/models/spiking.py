@@ -55,7 +55,7 @@ class SpikingConfig:
     num_hidden_layers: Count = 2
     """Blocks."""
     num_attention_heads: Count = 4
-    """Heads; divides hidden_size. Head h (from 0) keeps 1 - 2**-(h+1) of its sum per token."""
+    """Heads; divides hidden_size. Head h, from 0, remembers about 2**(h+1) tokens."""
     time_steps: Count = 4
     """Time steps that every token is shown for."""
     leak: float = 0.5
