@@ -177,16 +177,14 @@ def candidates(kernel: str, arch: str, dtype: torch.dtype, block_m: int) -> Iter
     """Yield the tiles worth timing, the one of the table first; all of them fit shared memory."""
     first = table_tile(kernel, arch, dtype, block_m)
     yield first
-    heights = (64, 128) if kernel == "gmm_wgrad" else (block_m,)
+    rows, block_k = first.block_m, first.block_k
     room = SHARED_BYTES.get(arch, min(SHARED_BYTES.values()))
-    for rows, block_n, block_k, warps, stages in itertools.product(
-        heights, (64, 128, 256), (32, 64), (4, 8), (2, 3, 4)
-    ):
+    for block_n, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3, 4)):
         tile = Tile(rows, block_n, block_k, warps, stages, first.group_m)
         area = rows * block_n * (2 if kernel == "gmm_dswiglu" else 1)
         fits = (rows + block_n) * block_k * dtype.itemsize * stages <= room
-        # Between 16 and 128 float32 sums a thread: fewer idle, more spill.
-        if fits and 16 <= area // (32 * warps) <= 128 and tile != first:
+        # Between 8 and 128 float32 sums a thread: fewer idle, more spill.
+        if fits and 8 <= area // (32 * warps) <= 128 and tile != first:
             yield tile
 
 
