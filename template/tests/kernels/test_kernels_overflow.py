@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from curry_train.kernels import grouped_matmul, moe_permute, router
+from curry_train.kernels import cross_entropy, grouped_matmul, moe_permute, router
 from curry_train.kernels.launches import run_on_gpu
 from curry_train.kernels.reference import Sorted
 from curry_train.kernels.tuning import Tile
@@ -225,3 +225,24 @@ def test_router(sparse, allocated_sparse, last_program):
     assert torch.equal(ids[T - 4 :].long(), expected.indices)
     close(weights[T - 4 :], expected.values)
     close(lse[T - 4 :], logits[T - 4 :].logsumexp(1))
+
+
+def test_cross_entropy(sparse, allocated_sparse, last_program):
+    N, V = 2**16, 50257
+    logits, target = sparse(N, V), sparse(N, dtype=torch.int64)
+    logits[N - 1], target[N - 1] = torch.randn(V), V - 1
+    rows = cross_entropy.cross_entropy_rows(logits, target, run=last_program)
+    exact = logits[N - 1].double()
+    loss, lse, _ = (row[N - 1] for row in rows)
+    close(loss[None], (exact.logsumexp(0) - exact[V - 1])[None])
+    close(lse[None], exact.logsumexp(0)[None])
+    dloss = sparse(N, dtype=torch.float32)
+    dloss[N - 1] = 8.0
+    out = sparse(N, V)
+    cross_entropy.cross_entropy_rows_bwd(
+        dloss, None, logits, target, *rows[1:], out=out, run=last_program
+    )
+    expected = 8 * exact.softmax(0)
+    expected[V - 1] -= 8
+    close(out[N - 1, V - 8 :], expected[V - 8 :])
+    assert not out[N - 2].any()
