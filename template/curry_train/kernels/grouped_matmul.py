@@ -332,9 +332,9 @@ def gmm(
 ) -> Tensor:
     """Multiply each row by the weight of its expert.
 
-    Shapes and values: `reference.gmm`; x and w of one dtype (bf16, fp16, float32), any strides;
-    accumulated in float32. FLOPs 2*R*N*K; reads each row of x and each used weight once per tile
-    that needs it. Deterministic; precision "tf32" lets float32 use tensor cores.
+    Shapes and values: `reference.gmm`, y [R, N]; x and w of one dtype (bf16, fp16, float32), any
+    strides; accumulated in float32. FLOPs 2*R*N*K; reads each row and each used weight once per
+    tile that needs it. Deterministic; precision "tf32" lets float32 use tensor cores.
     """
     N, K = w.shape[1:]
     tile = tile or tile_for("gmm", x.device, x.dtype, sorted.block_m, N, K)

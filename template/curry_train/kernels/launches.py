@@ -45,7 +45,7 @@ Run = Callable[[Launch], object]
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Return the strides of a tensor of 2 or 3 dimensions as arguments: x_row, x_column."""
+    """Return the strides of x [rows, columns] or w [E, rows, columns] as arguments: x_row, ..."""
     axes = ("expert", "row", "column")[-tensor.ndim :]
     return {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=True)}
 

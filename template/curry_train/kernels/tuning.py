@@ -16,11 +16,14 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from curry_train.kernels.grouped_cases import Product
 
 FILE_VARIABLE = "CURRY_TILES"
 BUCKETS = (16, 32, 64, 128)
@@ -188,7 +191,7 @@ def candidates(kernel: str, arch: str, dtype: torch.dtype, block_m: int) -> Iter
             yield tile
 
 
-def measure_seconds(call, device: torch.device, repeats: int = 20) -> float:
+def measure_seconds(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """Return the median time of a call on a GPU, with its L2 cache cold.
 
     Shapes: any shape; the call takes no argument.
@@ -207,7 +210,13 @@ def measure_seconds(call, device: torch.device, repeats: int = 20) -> float:
     return times[len(times) // 2] / 1e3
 
 
-def tune(products, arch: str, dtype: torch.dtype, block_m: int, seconds) -> dict[str, dict]:
+def tune(
+    products: Iterable[Product],
+    arch: str,
+    dtype: torch.dtype,
+    block_m: int,
+    seconds: Callable[[Callable[[], object]], float],
+) -> dict[str, dict]:
     """Time the candidates of each product and return the fastest ones as entries of the file.
 
     A candidate that does not compile is passed over; one whose values differ from those of the
