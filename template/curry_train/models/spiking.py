@@ -74,10 +74,8 @@ class SpikingConfig:
     """No gradient through the reset."""
     rms_norm_eps: Positive = 1e-2
     """Added to the mean square inside RMSNorm; too small, and gradients burst where none fires."""
-    tie_word_embeddings: bool = False
-    """Use the embedding matrix as output head."""
     initializer_range: Positive = 0.02
-    """Standard deviation of every normal-initialised matrix."""
+    """Standard deviation of the output head; embeddings have 1, matrices fan-in ** -0.5."""
 
     def problems(self) -> list[str]:
         """Say in sentences which values do not go together."""
@@ -176,6 +174,15 @@ def init_constant(model: nn.Module, name: str) -> float | None:
     return 1.0 if name.endswith("norm.weight") else None
 
 
+def init_std(config: SpikingConfig, name: str) -> float:
+    """Return the standard deviation a matrix starts with: currents must reach the threshold."""
+    if "head." in name:
+        return config.initializer_range
+    if "embed_tokens" in name:
+        return 1.0
+    return (config.intermediate_size if ".down_proj." in name else config.hidden_size) ** -0.5
+
+
 class SpikingTransformer(nn.Module):
     """A causal language model of spiking neurons.
 
@@ -196,12 +203,9 @@ class SpikingTransformer(nn.Module):
         self.embed_tokens = Embedding(self.padded_vocab, config.hidden_size)
         self.model = SpikingBody(config)
         self.lm_head = Linear(config.hidden_size, self.padded_vocab)
-        self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make head and embedding one parameter; again after any call that replaces parameters."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        """Do nothing: head and embedding are two parameters, of very different size."""
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -213,7 +217,7 @@ class SpikingTransformer(nn.Module):
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation that the matrix `name` starts with."""
-        return self.config.initializer_range
+        return init_std(self.config, name)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from curry_train.layers.linear import Linear
-from curry_train.models.spiking import SpikingBody, SpikingConfig, init_constant
+from curry_train.models.spiking import SpikingBody, SpikingConfig, init_constant, init_std
 
 
 class SpikingClassifier(nn.Module):
@@ -39,7 +39,8 @@ class SpikingClassifier(nn.Module):
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation that the matrix `name` starts with."""
-        return self.config.initializer_range
+        channels = self.embed_frames.weight.shape[1]
+        return channels**-0.5 if "embed_frames" in name else init_std(self.config, name)
 
     def forward(self, frames: Tensor) -> Tensor:
         if frames.dim() != 4 or frames.shape[1] != self.config.time_steps:
