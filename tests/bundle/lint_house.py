@@ -19,10 +19,10 @@ ENTRY = ["template/train.py", "template/sweep.py"]
 SHIPPED = [PACKAGE, *ENTRY, "skills", "hooks"]
 """Code that reaches users; tests are not among it."""
 
-PACKAGE_LINES, REACH_LINES = 9000, 8000
+PACKAGE_LINES, REACH_LINES = 9000, 8500
 """Without the kernels, which are counted by themselves: a reader of the trainer opens none."""
 KERNELS = f"{PACKAGE}/kernels"
-ALL_KERNEL_LINES = 2600
+ALL_KERNEL_LINES = 5000
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 450, 60, 120
 LAZY = {
     "lightning",
@@ -136,7 +136,9 @@ def budgets(root: Path) -> list[str]:
     if total >= PACKAGE_LINES:
         problems.append(f"{PACKAGE}: has {total} lines; fewer than {PACKAGE_LINES} are allowed")
     if kernels >= ALL_KERNEL_LINES:
-        problems.append(f"{KERNELS}: has {kernels} lines; fewer than {ALL_KERNEL_LINES} are allowed")
+        problems.append(
+            f"{KERNELS}: has {kernels} lines; fewer than {ALL_KERNEL_LINES} are allowed"
+        )
     for path in _shipped(root):
         name = relative(root, path)
         if _lines(path) >= FILE_LINES:
@@ -316,10 +318,15 @@ def docstrings(root: Path) -> list[str]:
 
 
 def annotations(root: Path) -> list[str]:
-    """Every argument of a public function is annotated, so that shapes and types can be checked."""
+    """Every argument of a public function is annotated, so that shapes and types can be checked.
+
+    Kernels are left out: what Triton hands them, pointers and numbers, are no Python values.
+    """
     problems = []
     for path in python_files(root, PACKAGE, *ENTRY):
         for full, node, _ in _public(_parse(path).body):
+            if any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list):
+                continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             bare = [a.arg for a in arguments if a.annotation is None]
             bare = [name for name in bare if name not in ("self", "cls")]

@@ -69,12 +69,12 @@ def long_package(planted):
 
 
 def long_kernels(planted):
-    for number in range(6):
+    for number in range(12):
         planted.write(f"{PACKAGE}/kernels/part{number}.py", "x = 1\n" * 440)
 
 
 def long_reach(planted):
-    for number in range(19):
+    for number in range(20):
         planted.write(f"{PACKAGE}/part{number}.py", "x = 1\n" * 440)
         planted.append(
             RUNTIME, f"\n\ndef use{number}() -> None:\n    import curry_train.part{number}\n"
@@ -91,8 +91,8 @@ FAULTS = [
     ("budgets", append(NORM, function(60)), "long has 60 lines; fewer than 60"),
     ("budgets", write(f"{PACKAGE}/kernels/k.py", function(120)), "fewer than 120"),
     ("budgets", long_package, "fewer than 9000"),
-    ("budgets", long_kernels, "fewer than 2600"),
-    ("reach", long_reach, "fewer than 8000"),
+    ("budgets", long_kernels, "fewer than 5000"),
+    ("reach", long_reach, "fewer than 8500"),
     ("file_names", write(f"{PACKAGE}/models/norm.py", "x = 1\n"), "norm stands twice"),
     ("file_names", write(f"{PACKAGE}/layers.py", "x = 1\n"), "layers stands twice"),
     ("file_names", write(f"{PACKAGE}/utils.py", "x = 1\n"), "utils.py: the name says nothing"),
