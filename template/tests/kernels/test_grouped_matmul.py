@@ -38,7 +38,7 @@ def blocks(*counts):
 CASES = {
     # name: (E, D, F, ids[T, K])
     "plain": lambda: (5, 32, 16, uniform(20, 5, 2)),
-    "odd_widths": lambda: (5, 33, 21, uniform(20, 5, 2)),
+    "odd_widths": lambda: (3, 33, 21, uniform(12, 3, 2)),
     "one_wide": lambda: (2, 1, 1, uniform(5, 2, 1)),
     "empty_first": lambda: (4, 20, 9, without(11, 4, 2, 0)),
     "empty_middle": lambda: (5, 20, 9, without(11, 5, 2, 2, 3)),
@@ -55,7 +55,7 @@ CASES = {
     "some_absent": lambda: (4, 20, 9, torch.where(torch.rand(23, 2) < 0.5, -1, uniform(23, 4, 2))),
     "all_absent": lambda: (3, 20, 9, torch.full((9, 2), -1)),
 }
-WIDE = ("plain", "odd_widths", "some_absent", "one_off_a_tile_edge")
+WIDE = ("odd_widths", "some_absent", "one_off_a_tile_edge")
 
 
 class Bank(NamedTuple):
@@ -318,7 +318,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 @pytest.mark.parametrize("block_m", [32, 64])
 def test_tiles_that_tests_do_not_use_by_default(block_m):
     b = bank("odd_widths")
-    b = b._replace(sorted=moe_sort(b.ids, 5, block_m))
+    b = b._replace(sorted=moe_sort(b.ids, 3, block_m))
     tile = Tile(block_m, 64, 16, 4, 1, 3)
     found, plain = run_all(b, grouped_matmul, tile=tile), run_all(b, reference)
     for name, exact in exact_all(b).items():
