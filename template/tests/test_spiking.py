@@ -327,10 +327,10 @@ def learnt(samples, held_out, *, steps, seed=0):
 @pytest.mark.slow
 def test_the_order_of_events_is_learnt_over_time_steps_and_not_in_one():
     samples, held_out = order_of_events(2048, seed=0), order_of_events(1000, seed=1)
-    over_time = learnt(samples, held_out, steps=700)
-    at_once = learnt(at_one_time_step(samples), at_one_time_step(held_out), steps=400)
+    over_time = learnt(samples, held_out, steps=500)
+    at_once = learnt(at_one_time_step(samples), at_one_time_step(held_out), steps=300)
     last = [type(s)(s.frames[:, -1:], s.labels) for s in (samples, held_out)]
-    last_only = learnt(*last, steps=400)
+    last_only = learnt(*last, steps=300)
     print(f"held out: {over_time:.3f} over time, {at_once:.3f} at once, {last_only:.3f} last only")
     assert over_time >= 0.9 and at_once < 0.4 and last_only < 0.4
 
