@@ -22,7 +22,7 @@ PART = 64
 PARTS = 8
 """Parts of a block. More make the table of counts smaller and the scatter slower."""
 BLOCK = PART * PARTS
-SCAN_ROWS, SCAN_COLUMNS = 64, 32
+SCAN_ROWS, SCAN_COLUMNS = 32, 32
 OWNERS = 4096
 """Pairs of a tile and an expert that a program compares to find the owners of tiles."""
 

@@ -383,6 +383,8 @@ def test_combine_is_as_exact_as_torch(dtype, weighted, based, poisoned):
         plain = plain * torch.where(inverse >= 0, weights, 0)[..., None].to(dtype)
     plain = plain.sum(1) if base is None else base + plain.sum(1)
     assert found.dtype == dtype and found.isfinite().all()
+    # One rounding, at the end: the same sums in the same order as the twin's.
+    assert torch.equal(found, reference_routing.moe_combine(y, inverse, weights, base))
     error, allowed = ((value.double() - wanted).norm() for value in (found, plain))
     assert error <= 2 * allowed + 1e-7 * wanted.norm()
 
