@@ -53,6 +53,9 @@ CASES = {
     "one_off_a_tile_edge": lambda: (4, 20, 9, blocks(15, 17, 31, 1)),
     "duplicate_ids": lambda: (3, 20, 9, torch.tensor([[1, 1], [2, 1], [0, 0], [1, 1]])),
     "some_absent": lambda: (4, 20, 9, torch.where(torch.rand(23, 2) < 0.5, -1, uniform(23, 4, 2))),
+    "absent_even_widths": lambda: (
+        (2, 32, 32, torch.where(torch.rand(9, 2) < 0.5, -1, uniform(9, 2, 2)))
+    ),
     "all_absent": lambda: (3, 20, 9, torch.full((9, 2), -1)),
 }
 WIDE = ("odd_widths", "some_absent", "one_off_a_tile_edge")
