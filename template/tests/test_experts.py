@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from curry_train.kernels import dispatch, row_products
+from curry_train.kernels import backends, dispatch, expert_rows, row_products
 from curry_train.kernels.experts import experts
+from curry_train.kernels.reference_routing import moe_sort
 from curry_train.testing import assert_same
 
 NAMES = ("out", "x", "weights", "w13", "w2", "bias13")
@@ -164,6 +165,26 @@ def test_the_products_of_onednn_equal_those_of_mm(case, tokens, monkeypatch):
     tensors, ids = problem(tokens, 16, 24, 5, 2, case)
     assert row_products.products_of("grouped_mm", tensors["w13"].float(), 9) is row_products.ONEDNN
     held_against_float64("grouped_mm", torch.float32, tensors, ids)
+
+
+@pytest.mark.parametrize("case", IDS)
+@pytest.mark.parametrize("backend", ["grouped_mm", "sorted"])
+def test_the_path_of_a_gpu_knows_no_number_of_rows(backend, case, monkeypatch):
+    # On a GPU nothing is read back: all R rows are handled, and those of no expert hold anything.
+    monkeypatch.setattr(backends, "sort_choices", expert_rows._sort_on_device)
+    monkeypatch.setattr(backends, "used_rows", lambda sorted: sorted.order.shape[0])
+    monkeypatch.setattr(backends, "combine_rows", expert_rows._combine_on_device)
+    tensors, ids = problem(*SHAPES["plain"], case)
+    held_against_float64(backend, torch.float32, tensors, ids)
+
+
+@pytest.mark.parametrize("case", IDS)
+@pytest.mark.parametrize("num_experts", [5, 70_000])
+def test_both_sorts_give_what_the_twin_gives(case, num_experts):
+    ids = IDS[case](40, 2, 5)
+    wanted = moe_sort(ids, num_experts, 16)[:4]
+    assert all(map(torch.equal, expert_rows.sort_choices(ids, num_experts)[:4], wanted))
+    assert all(map(torch.equal, expert_rows._sort_on_device(ids, num_experts)[:4], wanted))
 
 
 def test_sizes_of_onednn_products_are_few():

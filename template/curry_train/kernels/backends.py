@@ -243,7 +243,7 @@ def forward(backend: str, bank: Bank, ids: Tensor, block_m: int) -> tuple[Tensor
 def backward(
     backend: str, bank: Bank, dout: Tensor, h: Tensor, sorted: Sorted, needs: Needs
 ) -> Grads:
-    """Run the bank backward by the named backend. Shapes: those of forward_rows."""
+    """Run the bank backward by the named backend. Shapes: dout [T, D], h [R, 2F]."""
     if backend in ROWS:
         return backward_rows(backend, bank, dout, h, sorted, needs)
     return backward_kernels(kernels_of(backend), bank, dout, h, sorted, needs)

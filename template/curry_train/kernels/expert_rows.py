@@ -114,6 +114,7 @@ def _combine_on_device(y: Tensor, inverse: Tensor, weights: Tensor | None) -> Te
 
 
 def expert_rows(bias: Tensor, sorted: Sorted, rows: int) -> Tensor:
+    """Return the bias of each row's expert. Shapes: bias [E, N]; returns [rows, N]."""
     # searchsorted, not repeat_interleave: it has a shape that needs no synchronisation.
     row = torch.arange(rows, dtype=torch.int32, device=bias.device)
     expert = torch.searchsorted(sorted.offsets[1:], row, right=True, out_int32=True)
@@ -121,6 +122,10 @@ def expert_rows(bias: Tensor, sorted: Sorted, rows: int) -> Tensor:
 
 
 def expert_sums(rows: Tensor, sorted: Sorted) -> Tensor:
+    """Return the sum of each expert's rows. Shapes: rows [R, N]; returns [E, N], float32 at least.
+
+    One synchronisation elsewhere than on the CPU.
+    """
     counts = sorted.counts.tolist()
     parts = rows[: sum(counts)].split(counts)
     wide = torch.promote_types(rows.dtype, torch.float32)
