@@ -308,6 +308,22 @@ def test_repeated_calls_give_the_same_bits_in_any_tile_order():
         torch.testing.assert_close(first[name], again[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("case", ["prime_experts", "some_absent"])
+def test_no_tile_writes_into_another(case):
+    """The interpreter runs tiles in turn, so a tile that writes too much is overwritten; here not.
+
+    The tiles are turned around: the last one of the table comes first.
+    """
+    b = bank(case)
+    experts, rows = b.sorted.tile_expert.clone(), b.sorted.tile_row.clone()
+    used = int(b.sorted.num_tiles)
+    experts[:used], rows[:used] = experts[:used].flip(0), rows[:used].flip(0)
+    turned = b._replace(sorted=b.sorted._replace(tile_expert=experts, tile_row=rows))
+    first, other = run_all(b, grouped_matmul), run_all(turned, grouped_matmul)
+    for name in first:
+        torch.testing.assert_close(first[name], other[name], rtol=0, atol=0)
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     b = bank("prime_experts", torch.float16)
     kept = torch.tensor([12, 3, 7, 0])
