@@ -350,8 +350,8 @@ def judge_logits(report: Report, layers: list[Layer]) -> None:
 
 def size_cache(call: cli.Invocation, target: Target, layers: list[Layer], report: Report) -> str:
     """Put the bytes of a key-value cache into the report; return a part of the summary."""
-    entries = [cached_entries(layer, target) for layer in layers]
-    if not all(entries):
+    entries = [cached_entries(layer.module) for layer in layers]
+    if 0 in entries:
         return ""
     item = layers[0].x.element_size() if layers[0].x is not None else 4
     c = target.runtime.config.model if target.kind == "project" else None
@@ -375,15 +375,16 @@ def size_cache(call: cli.Invocation, target: Target, layers: list[Layer], report
     return f", {per_token:,} bytes of cache a token"
 
 
-def cached_entries(layer: Layer, target: Target) -> int | None:
-    """Return the numbers that a cache must keep of a token in this layer; None if unknown."""
-    latent = getattr(layer.module, "kv_a_proj_with_mqa", None)
+def cached_entries(module: Any) -> int:
+    """Return how many numbers a cache must keep of a token in this layer; 0 if unknown."""
+    latent = getattr(module, "kv_a_proj_with_mqa", None)
     if latent is not None:
         return latent.weight.shape[0]
-    parts = [getattr(layer.module, name, None) for name in ("k_proj", "v_proj")]
-    if any(getattr(part, "weight", None) is None for part in parts):
-        return None
-    return sum(part.weight.shape[0] for part in parts)
+    weights = [
+        getattr(getattr(module, name, None), "weight", None) for name in ("k_proj", "v_proj")
+    ]
+    rows = [weight.shape[0] for weight in weights if weight is not None]
+    return sum(rows) if len(rows) == 2 else 0
 
 
 def numbers_of(layer: Layer) -> dict[str, Any]:
@@ -400,7 +401,7 @@ def numbers_of(layer: Layer) -> dict[str, Any]:
 
 def draw(layers: list[Layer], path: Path) -> Path | None:
     """Draw the largest logit of each layer; None without matplotlib or without logits."""
-    known = [layer for layer in layers if layer.logits is not None]
+    known = [layer.logits for layer in layers if layer.logits is not None]
     if not known or importlib.util.find_spec("matplotlib") is None:
         return None
     import matplotlib
@@ -410,9 +411,10 @@ def draw(layers: list[Layer], path: Path) -> Path | None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3))
     places = range(len(known))
-    axes.plot(places, [layer.logits for layer in known], marker="o", label="as trained")
-    if all(layer.logits_without_norm is not None for layer in known):
-        bare = [layer.logits_without_norm for layer in known]
+    axes.plot(places, known, marker="o", label="as trained")
+    bare = [layer.logits_without_norm for layer in layers]
+    bare = [size for size in bare if size is not None]
+    if len(bare) == len(known):
         axes.plot(places, bare, marker="x", linestyle="--", label="without q/k norm")
     axes.set(xlabel="layer", ylabel="largest logit", title="Attention logits", yscale="log")
     axes.legend()

@@ -61,7 +61,8 @@ class Norm:
     form: str = "weight"
     """What multiplies: weight, or 1 + weight as Gemma."""
     eps: float = 0.0
-    numbers: dict[str, float | None] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What `compare` measured; `statistics` is absent where the layer does not run in float16."""
 
 
 def add_flags(parser: Any) -> None:
@@ -112,7 +113,7 @@ def measure(call: cli.Invocation) -> Report:
     report.numbers = {"layers": [numbers_of(norm) for norm in norms], **times}
     forms = sorted({norm.form for norm in norms})
     report.summary = f"{len(norms)} layers, {', '.join(forms)} times x over its root mean square"
-    mean_part = statistics.median(norm.numbers["layer_norm"] or 0.0 for norm in norms)
+    mean_part = statistics.median(norm.numbers["layer_norm"] for norm in norms)
     report.evidence.append(f"LayerNorm with the same weights differs by {mean_part:.1%} (median)")
     if times:
         low, high = times["ratio_95"]
@@ -194,7 +195,6 @@ def compare(norm: Norm) -> None:
     norm.numbers = {
         "parity": errors[norm.form],
         "torch": roundings(norm.y, theirs, dtype),
-        "statistics": statistics_error(norm, factor),
         "weight": max(size, 1 / size) if math.isfinite(size) and size else math.inf,
         "weight_rms": size,
         "weight_lowest": float(weight.min()),
@@ -203,6 +203,9 @@ def compare(norm: Norm) -> None:
         "mean_square": mean_square,
         "layer_norm": float((plain - norm.y.double()).norm() / norm.y.double().norm()),
     }
+    in_half = statistics_error(norm, factor)
+    if in_half is not None:
+        norm.numbers["statistics"] = in_half
 
 
 def statistics_error(norm: Norm, factor: Any) -> float | None:
@@ -227,7 +230,7 @@ def statistics_error(norm: Norm, factor: Any) -> float | None:
 
 def judge(report: Report, norms: list[Norm], id: str, key: str, what: str) -> None:
     """Judge the worst layer by one of its numbers."""
-    known = {norm.name: norm.numbers[key] for norm in norms if norm.numbers[key] is not None}
+    known = {norm.name: norm.numbers[key] for norm in norms if key in norm.numbers}
     if not known:
         report.check(id, "skipped", message="no layer ran in float16")
         return
@@ -333,7 +336,7 @@ def numbers_of(norm: Norm) -> dict[str, Any]:
 def draw(norms: list[Norm], path: Path) -> Path | None:
     """Draw the range of each layer's weight; None without matplotlib or with weights unfit."""
     ranges = [(norm.numbers["weight_lowest"], norm.numbers["weight_highest"]) for norm in norms]
-    finite = all(math.isfinite(end or 0.0) for ends in ranges for end in ends)
+    finite = all(math.isfinite(end) for ends in ranges for end in ends)
     if importlib.util.find_spec("matplotlib") is None or not finite:
         return None
     import matplotlib
