@@ -58,9 +58,12 @@ def test_a_cpu_takes_grouped_mm(dtype):
     assert choose(CPU, dtype) == "grouped_mm"
 
 
-def test_auto_never_takes_triton_on_a_cpu(monkeypatch):
+def test_auto_never_takes_triton_on_a_cpu(gpu, monkeypatch):
+    gpu("none")  # kernels that are installed and pass their self-test
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose(CPU, torch.float32) == "grouped_mm"
+    assert choose(CPU, torch.float32, "triton") == "triton"
+    assert dispatch.triton_ready("cpu") == (True, "")
 
 
 @pytest.mark.parametrize(

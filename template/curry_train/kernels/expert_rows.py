@@ -58,7 +58,7 @@ def _sort_on_device(ids: Tensor, num_experts: int) -> Sorted:
 
 
 def without_tiles(order: Tensor, inverse: Tensor, offsets: Tensor, counts: Tensor) -> Sorted:
-    """Return a Sorted whose tile tables are empty. Shapes: as in Sorted, NT = 0."""
+    """Return a Sorted with empty tile tables: order [R], inverse [T, K], offsets [E+1]."""
     tile_expert, tile_row = order.new_empty(0), order.new_empty(0)
     return Sorted(
         order, inverse, offsets, counts, tile_expert, tile_row, order.new_zeros(1), block_m=0
