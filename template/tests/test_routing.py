@@ -224,8 +224,8 @@ def capacity_from_the_last(monkeypatch):
 
 
 def rounded_down(monkeypatch):
-    def fair_share(self, of, factor, pad_mask):
-        exact = factor * self.experts_per_token * of.shape[1] / E
+    def fair_share(self, of, pad_mask):
+        exact = self.capacity_factor * self.experts_per_token * of.shape[1] / E
         return torch.full((len(of),), max(int(exact), 1))
 
     monkeypatch.setattr(TopKRouter, "fair_share", fair_share)
@@ -397,7 +397,7 @@ def test_ties_go_to_the_lowest_id_in_choice_groups_and_capacity():
 @pytest.mark.parametrize("factor, tokens, limit", [(1.1, 10, 11), (0.7, 10, 7), (1.25, 7, 9)])
 def test_capacity_is_rounded_up_exactly(factor, tokens, limit):
     config = replace(PLAIN, num_experts_per_tok=E, capacity_factor=factor)
-    share = TopKRouter(config).fair_share(torch.zeros(2, tokens, 1), factor, None)
+    share = TopKRouter(config).fair_share(torch.zeros(2, tokens, 1), None)
     assert share.tolist() == [limit, limit], f"{factor} * {tokens} is {factor * tokens!r} in floats"
 
 
@@ -422,6 +422,17 @@ def test_extreme_logits_stay_finite():
         assert found.weights.isfinite().all() and found.aux_loss.isfinite().all()
         (found.weights.sum() + found.aux_loss.sum() + found.z_loss.sum()).backward()
         assert x.grad.isfinite().all() and router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["DeepSeek-V3", "capacity by weight", "expert choice"])
+def test_the_router_is_one_graph_for_the_compiler(case):
+    router, x = filled(CASES[case]), torch.randn(B, S, D)
+    traced = torch.compile(router, fullgraph=True, backend="eager")
+    for pad_mask in (None, PADDING):
+        found, wanted = traced(x, pad_mask), router(x, pad_mask)
+        assert torch.equal(found.expert_ids, wanted.expert_ids)
+        assert torch.equal(found.weights, wanted.weights)
+        assert torch.equal(found.aux_loss, wanted.aux_loss)
 
 
 def test_no_tokens_are_routed_to_nobody():

@@ -83,6 +83,10 @@ class TopKRouter(nn.Module):
         self.groups, self.top_groups = config.n_group, config.topk_group
         self.group_score = config.group_score
         self.capacity_factor, self.drop_policy = config.capacity_factor, config.drop_policy
+        # A fraction: in floating point 1.1 * 10 is above 11 and would be rounded up to 12.
+        factor = 1 if config.routing == "expert_choice" else config.capacity_factor
+        share = Fraction(str(factor)).limit_denominator(10**6) * config.num_experts_per_tok
+        self.share = (share / max(config.num_experts, 1)).as_integer_ratio()
         self.scope = config.router_aux_loss_scope
         future = looks_ahead(config)
         if future:
@@ -99,7 +103,7 @@ class TopKRouter(nn.Module):
         ids, weights = self.choose(logits_BSE, scores_BSE, pad_mask)
         counts_BE = count_choices(ids, logits_BSE.shape[-1])
         if self.capacity_factor:
-            limit_B = self.fair_share(ids, self.capacity_factor, pad_mask)
+            limit_B = self.fair_share(ids, pad_mask)
             kept = within_capacity(ids, weights, limit_B, self.drop_policy)
             ids, weights = ids.masked_fill(~kept, -1), weights.masked_fill(~kept, 0)
         return Routing(
@@ -127,7 +131,7 @@ class TopKRouter(nn.Module):
         if self.routing == "top_k" and logits_BSE.device.type == "cuda":
             return self.choose_by_kernel(logits_BSE, pad_mask)
         if self.routing == "expert_choice":
-            limit_B = self.fair_share(scores_BSE, 1, pad_mask)
+            limit_B = self.fair_share(scores_BSE, pad_mask)
             chosen = chosen_tokens(scores_BSE, limit_B, pad_mask)
             ids = torch.arange(experts, device=chosen.device).expand_as(chosen)
             ids, weights = ids.masked_fill(~chosen, -1), scores_BSE.masked_fill(~chosen, 0)
@@ -184,17 +188,17 @@ class TopKRouter(nn.Module):
             choice = choice.masked_fill(~allowed, -torch.inf)
         return largest(choice, self.experts_per_token)
 
-    def fair_share(self, of_BSX: Tensor, factor: float, pad_mask: Tensor | None) -> Tensor:
-        """Return ceil(factor * K * tokens / E), at least 1, int64 [B], for a tensor of B and S."""
-        # Fractions: in floating point 1.1 * 10 is above 11 and would be rounded up to 12.
-        exact = Fraction(str(factor)).limit_denominator(10**6)
-        share = exact * self.experts_per_token / self.weight.shape[0]
+    def fair_share(self, of_BSX: Tensor, pad_mask: Tensor | None) -> Tensor:
+        """Return the tokens an expert takes, int64 [B], for a tensor of B and S.
+
+        ceil(capacity_factor * K * tokens / E), at least 1; under expert choice the factor is 1.
+        """
         batch, length = of_BSX.shape[:2]
         tokens_B = torch.full((batch,), length, device=of_BSX.device)
         if pad_mask is not None:
             tokens_B = pad_mask.sum(1)
-        rounded_up = (tokens_B * share.numerator + share.denominator - 1) // share.denominator
-        return rounded_up.clamp(min=1)
+        numerator, denominator = self.share
+        return ((tokens_B * numerator + denominator - 1) // denominator).clamp(min=1)
 
     def balance_loss(
         self, probs_BSE: Tensor, counts_BE: Tensor, pad_mask: Tensor | None = None
