@@ -40,7 +40,7 @@ SUITES = {
 }
 LOCKS = ["template/requirements.lock", "tests/requirements.lock"]
 DOWNLOAD = (
-    "it takes 2 GB with the CPU build of torch and 6 GB with the CUDA build, which pip chooses on "
+    "it takes 2.5 GB with the CPU build of torch and 6 GB with the CUDA build, which pip chooses on "
     "Linux; for the CPU build pass "
     "--pip-args '--extra-index-url https://download.pytorch.org/whl/cpu'"
 )
