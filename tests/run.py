@@ -40,8 +40,8 @@ SUITES = {
 }
 LOCKS = ["template/requirements.lock", "tests/requirements.lock"]
 DOWNLOAD = (
-    "it takes 2.5 GB with the CPU build of torch and 6 GB with the CUDA build, which pip chooses on "
-    "Linux; for the CPU build pass "
+    "it takes 2.5 GB with the CPU build of torch and 6 GB with the CUDA build, which pip chooses "
+    "on Linux; for the CPU build pass "
     "--pip-args '--extra-index-url https://download.pytorch.org/whl/cpu'"
 )
 WORKERS = 2
