@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,10 @@ def seed_everything(seed: int, rank: int) -> None:
 def assemble(config: Config, corpus: Corpus, mesh: Mesh) -> Runtime:
     """Build model, optimizer and loader for this rank of `mesh`."""
     seed_everything(config.seed, mesh.rank)
-    model = build_model(config, mesh.device)
+    with warnings.catch_warnings():
+        if mesh.rank:
+            warnings.simplefilter("ignore")  # all ranks build the same model; one tells about it
+        model = build_model(config, mesh.device)
     if config.compile:
         for block in model.layers.values():
             block.compile()

@@ -394,11 +394,21 @@ def test_ties_go_to_the_lowest_id_in_choice_groups_and_capacity():
     assert kept[:4].all() and not kept[4:].any(), "equal weights: the earliest tokens stay"
 
 
-@pytest.mark.parametrize("factor, tokens, limit", [(1.1, 10, 11), (0.7, 10, 7), (1.25, 7, 9)])
+@pytest.mark.parametrize("factor, tokens, limit", [(1.1, 20, 11), (0.7, 20, 7), (1.25, 14, 9)])
 def test_capacity_is_rounded_up_exactly(factor, tokens, limit):
-    config = replace(PLAIN, num_experts_per_tok=E, capacity_factor=factor)
+    config = replace(PLAIN, num_experts_per_tok=E // 2, capacity_factor=factor)
     share = TopKRouter(config).fair_share(torch.zeros(2, tokens, 1), None)
-    assert share.tolist() == [limit, limit], f"{factor} * {tokens} is {factor * tokens!r} in floats"
+    assert share.tolist() == [limit, limit], f"{factor * tokens / 2!r} in floats"
+
+
+@pytest.mark.parametrize("factor", [1e-9, E / 2, 1e30])
+def test_any_capacity_has_a_place_and_drops_nothing_once_it_holds_all_tokens(factor):
+    router = filled(replace(PLAIN, num_experts_per_tok=2, capacity_factor=factor))
+    ids = router(torch.randn(B, S, D)).expert_ids.view(B, -1)
+    if factor < 1:
+        assert all(row[row >= 0].bincount(minlength=E).amax() == 1 for row in ids)
+    else:
+        assert (ids >= 0).all()
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)

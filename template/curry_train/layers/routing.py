@@ -86,7 +86,8 @@ class TopKRouter(nn.Module):
         # A fraction: in floating point 1.1 * 10 is above 11 and would be rounded up to 12.
         factor = 1 if config.routing == "expert_choice" else config.capacity_factor
         share = Fraction(str(factor)).limit_denominator(10**6) * config.num_experts_per_tok
-        self.share = (share / max(config.num_experts, 1)).as_integer_ratio()
+        # Nobody chooses an expert twice, so a larger share than all tokens drops nothing either.
+        self.share = min(share / max(config.num_experts, 1), Fraction(1)).as_integer_ratio()
         self.scope = config.router_aux_loss_scope
         future = looks_ahead(config)
         if future:
