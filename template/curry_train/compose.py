@@ -70,8 +70,17 @@ def load_config(argv: Sequence[str], *, project: Path | None = None) -> Config:
     model = _find_model(values.get("model.architecture", "decoder"), found)
     known = known_settings(model)
     found += [problem for o in overrides if (problem := _misspelt(o, known))]
+    strangers = [key for key in in_files if key not in known]
+    if "model.architecture" in typed and any(key.startswith("model.") for key in strangers):
+        name = typed["model.architecture"]
+        found.append(
+            f"model.architecture={name}: the chosen file of configs/model holds settings of another"
+            " architecture; leave it out, and choose by model=NAME a file that says"
+            f" architecture: {name}"
+        )
+        strangers = [key for key in strangers if not key.startswith("model.")]
     for key, value in in_files.items():
-        if key not in known:
+        if key in strangers:
             found.append(_unknown(f"{key}={shown(value)} in a file of configs", key, None, known))
     defaults = {key: setting.default for key, setting in known.items()}
     values, unfilled = _resolve(defaults | {key: values[key] for key in known if key in values})

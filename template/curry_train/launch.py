@@ -134,7 +134,9 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
     from curry_train.rules import problems
 
     if not spawn and not is_launched(os.environ):
-        return Mesh.single(pick_device(config.accelerator))
+        device = pick_device(config.accelerator)
+        check_backend(config, device)
+        return Mesh.single(device)
     from lightning_fabric import Fabric
 
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # banners of every launch
@@ -156,12 +158,31 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
     found = problems(config, fabric.world_size)
     if found:
         raise ConfigError(found)
+    check_backend(config, fabric.device)
     return build_mesh(
         config.parallel,
         device=fabric.device,
         local_rank=fabric.local_rank,
         comm_timeout=config.run.comm_timeout,
     )
+
+
+def check_backend(config: Config, device: Any) -> None:
+    """Refuse a backend of the experts that was named and cannot run here: raises ConfigError."""
+    from curry_train.kernels import dispatch
+    from curry_train.models.protocol import COMPUTE_DTYPES
+
+    model = config.model
+    named = os.environ.get(dispatch.VARIABLE) or getattr(model, "moe_backend", "auto")
+    if not getattr(model, "num_experts", 0) or named == "auto":
+        return
+    dtype, width = COMPUTE_DTYPES[config.precision], model.hidden_size
+    try:
+        dispatch.choose(
+            device, dtype, width=width, hidden=model.moe_intermediate_size, backend=named
+        )
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def pick_device(accelerator: str) -> Any:

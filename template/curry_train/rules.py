@@ -32,6 +32,9 @@ EXPECTED = {
 }
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
+MIXTURE_ONLY = ("expert_bias", "swiglu_limit", "routing", "router_bias", "correction_bias")
+MIXTURE_ONLY += ("capacity_factor", "shared_expert_intermediate_size", "first_k_dense_replace")
+
 Refusals = Iterator[tuple[str, str]]
 
 
@@ -298,6 +301,14 @@ def _routing(model: ModelConfig) -> Refusals:
             " of a step, which this version does not make)",
         )
     if not experts:
+        for name in MIXTURE_ONLY:
+            default = getattr(ModelConfig, name)
+            if getattr(model, name) != default:
+                yield (
+                    f"model.{name}",
+                    "read by blocks with experts only, and model.num_experts=0 makes every block"
+                    f" dense; set model.num_experts, or model.{name}={shown(default)}",
+                )
         return
     if chosen > experts:
         yield (

@@ -525,6 +525,39 @@ def test_attention_that_cannot_work_is_one_sentence(argv, said):
 
 
 @pytest.mark.parametrize(
+    ("setting", "default"),
+    [
+        ("expert_bias=true", "false"),
+        ("swiglu_limit=7.0", "null"),
+        ("routing=round_robin", "top_k"),
+        ("router_bias=true", "false"),
+        ("correction_bias=true", "false"),
+        ("capacity_factor=1.25", "0.0"),
+        ("shared_expert_intermediate_size=64", "0"),
+        ("first_k_dense_replace=1", "0"),
+    ],
+)
+def test_a_setting_of_experts_without_experts_is_one_sentence(setting, default):
+    load_config([f"model.{setting}"])
+    with pytest.raises(ConfigError) as refused:
+        load_config(["model=tiny_dense", f"model.{setting}"])
+    [problem] = refused.value.problems
+    assert problem.startswith(f"model.{setting}: read by blocks with experts only")
+    assert problem.endswith(f"or model.{setting.partition('=')[0]}={default}")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["model.architecture=spiking"], ["model=tiny_spiking", "model.architecture=decoder"]],
+)
+def test_an_architecture_that_the_chosen_file_does_not_fit_is_one_sentence(argv):
+    with pytest.raises(ConfigError) as refused:
+        load_config(argv)
+    [problem] = refused.value.problems
+    assert problem.startswith(f"{argv[-1]}: the chosen file of configs/model holds settings")
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         LATENT,

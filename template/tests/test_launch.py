@@ -3,12 +3,18 @@
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from curry_train import launch
+from curry_train.compose import load_config
 from curry_train.config import Config, ConfigError, ModelConfig
+from curry_train.data import open_corpus
+from curry_train.parallel.mesh import Mesh
+from curry_train.runtime import assemble
 
 PROJECT = Path(__file__).resolve().parents[1]
 TORCHRUN = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "5", "LOCAL_RANK": "1"}
@@ -59,6 +65,26 @@ def test_flags_of_fabric_run_that_contradict_the_configuration_are_refused_at_on
 def test_an_absent_accelerator_is_named():
     with pytest.raises(ConfigError, match="accelerator=mps, but torch sees none"):
         launch.pick_device("mps")
+
+
+def test_a_backend_that_was_named_and_cannot_run_is_refused_before_a_run_folder(monkeypatch):
+    mixture = Config(model=ModelConfig(num_experts=4, moe_backend="grouped_mm"), precision="fp64")
+    with pytest.raises(ConfigError, match="'grouped_mm' cannot run here: found float64"):
+        launch.join_processes(mixture, spawn=False)
+    dense = Config(model=ModelConfig(moe_backend="grouped_mm"), precision="fp64")
+    launch.join_processes(dense, spawn=False)
+    monkeypatch.setenv("CURRY_MOE_BACKEND", "sorted")
+    launch.join_processes(mixture, spawn=False)
+
+
+def test_a_warning_about_the_model_is_told_by_one_rank():
+    config = load_config(["model.routing=expert_choice"])
+    corpus = open_corpus(config.data, cache_dir=None)
+    for rank in (0, 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            assemble(config, corpus, replace(Mesh.single(), rank=rank))
+        assert len(caught) == 1 - rank
 
 
 TWO = {"LOCAL_WORLD_SIZE": "2"}
