@@ -81,6 +81,16 @@ def test_a_look_ahead_is_named(right, wrong, where, tmp_path):
         assert report["numbers"]["causality"]["layer"] == "second"
 
 
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_look_ahead_inside_chunks_is_named_wherever_they_end(size, tmp_path):
+    tril = "torch.ones(10, 10, dtype=torch.bool).tril()"
+    chunks = f"(torch.arange(10)[:, None] // {size} == torch.arange(10) // {size})"
+    code, _, verdicts = check(
+        tmp_path, TARGET.replace("is_causal=True", f"attn_mask={tril} | {chunks}")
+    )
+    assert code == 1 and verdicts["attention-causal"] == "fail"
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -226,6 +236,27 @@ FAULTS = {
         ATTENTION,
         "out_BHSA[:, :, 1:]",
         "out_BHSA[:, :, :-1]",
+        "sinks",
+        "attention-parity",
+    ),
+    "a sink without its value": (
+        ATTENTION,
+        "(sinks_H / scale)",
+        "(0 * sinks_H / scale)",
+        "sinks",
+        "attention-parity",
+    ),
+    "a norm without its weight": (
+        "curry_train/layers/norm.py",
+        "self.weight.to(x.dtype) * (wide",
+        "(wide",
+        "dense",
+        "attention-parity",
+    ),
+    "a bias that is left out": (
+        "curry_train/layers/linear.py",
+        "F.linear(x, self.weight.to(x.dtype), bias)",
+        "F.linear(x, self.weight.to(x.dtype))",
         "sinks",
         "attention-parity",
     ),

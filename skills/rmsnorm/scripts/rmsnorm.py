@@ -193,7 +193,7 @@ def compare(norm: Norm) -> None:
     size = float(factor.double().square().mean().sqrt())
     mean_square = float(x.double().square().mean(-1).median())
     norm.numbers = {
-        "parity": errors[norm.form],
+        "parity": larger(errors[norm.form], error_with_another_weight(norm)),
         "torch": roundings(norm.y, theirs, dtype),
         "weight": max(size, 1 / size) if math.isfinite(size) and size else math.inf,
         "weight_rms": size,
@@ -206,6 +206,32 @@ def compare(norm: Norm) -> None:
     in_half = statistics_error(norm, factor)
     if in_half is not None:
         norm.numbers["statistics"] = in_half
+
+
+def larger(one: float, other: float) -> float:
+    """Return the larger error; NaN is the largest."""
+    return max(one, other, key=lambda error: (math.isnan(error), error))
+
+
+def error_with_another_weight(norm: Norm) -> float:
+    """Return the parity of a copy whose weight was moved; 0 where none can be.
+
+    At its start, all ones, a weight that the layer does not use would not show.
+    """
+    torch = sys.modules["torch"]
+    module = copy.deepcopy(norm.module)
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return 0.0
+    more = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            weight += more.to(weight)
+            found = module(norm.x)
+    except (RuntimeError, TypeError):
+        return 0.0
+    factor = weight.detach() if norm.form == "weight" else 1 + weight.detach().double()
+    return roundings(found, formula(norm.x, factor, norm.eps), found.dtype)
 
 
 def statistics_error(norm: Norm, factor: Any) -> float | None:
