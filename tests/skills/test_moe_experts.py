@@ -95,6 +95,25 @@ def test_a_broken_bank_is_named(project, tmp_path, fault):
     assert failed(checks) == {"experts-parity"} and checks["experts-parity"]["value"] > 100
 
 
+@pytest.mark.parametrize("value", ["0.0", "torch.nan", "30.0"])
+@pytest.mark.parametrize("part", ["gate_up_proj.weight[2, 32:]", "down_proj.weight[2]"])
+def test_an_expert_of_another_size_is_named(project, tmp_path, part, value):
+    sound = "        first, second = self.gate_up_proj, self.down_proj\n"
+    planted = f"{sound}        with torch.no_grad():\n            self.{part} = {value}\n"
+    broken = broken_copy(project, tmp_path / "broken", sound, planted)
+    _, checks = measure("--project", broken, *SMALL, "--repeats", 1, cwd=tmp_path)
+    found = checks["experts-weights"]
+    name = "up" if "up" in part else "down"
+    assert found["verdict"] == "fail" and f"experts {name}, expert 2" in found["message"]
+
+
+def test_a_gradient_that_is_nan_is_named(project, tmp_path):
+    sound, planted = "return out_TD +", "return out_TD + 0 * torch.nan * routing.weights[:, :1] +"
+    broken = broken_copy(project, tmp_path / "broken", sound, planted)
+    _, checks = measure("--project", broken, *SMALL, *GPT_OSS, "--repeats", 1, cwd=tmp_path)
+    assert checks["experts-parity"]["verdict"] == "fail"
+
+
 def test_a_bank_that_keeps_gathered_tokens_is_named(project, tmp_path):
     more = "out_TD = out_TD + 0 * x_TD.repeat_interleave(8, 0).sin().sum()\n        "
     sound = "if second.bias is None:"

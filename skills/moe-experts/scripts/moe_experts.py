@@ -8,6 +8,7 @@ and is called with tokens, expert ids and weights, as the experts of transformer
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from kit.user_code import user_code  # noqa: E402
 SKILL = "moe-experts"
 THRESHOLDS = {
     "experts-parity": 4.0,  # error over that of a plain loop in the same dtype
+    "experts-weights": 10.0,  # an expert's size over the median expert's, or one over it
     "experts-bytes": 1.25,  # bytes kept for backward over tokens, weights, h and the order of rows
 }
 REPEATS, SAMPLE = 5, 16
@@ -119,7 +121,23 @@ def measure_bank(bank: Bank, repeats: int, sample: int) -> dict[str, Any]:
         "kept_bytes": kept,
         "kept_over_needed": kept / needed,
         "parity": parity(bank, sample) if bank.layout else None,
+        "weights": weight_sizes(bank),
     }
+
+
+def weight_sizes(bank: Bank) -> dict[str, list[float]]:
+    """Give the root mean square of each expert's weights, by matrix."""
+    matrices = {n: p.detach() for n, p in bank.module.named_parameters() if p.dim() == 3}
+    if bank.layout:
+        matrices = bank.split(matrices)
+    return {name: root_mean_squares(w).tolist() for name, w in matrices.items()}
+
+
+def root_mean_squares(w: Any) -> Any:
+    """Give that of each matrix of a stack [E, rows, columns]: [E], in float32 or wider."""
+    torch = sys.modules["torch"]
+    wide = torch.promote_types(w.dtype, torch.float32)
+    return torch.linalg.vector_norm(w, dim=(1, 2), dtype=wide) / w[0].numel() ** 0.5
 
 
 def time_passes(bank: Bank, repeats: int) -> tuple[float, float]:
@@ -262,7 +280,8 @@ def judge(report: Report, rows: list[dict[str, Any]]) -> None:
     if judged:
         ratios = [(value, f"{row['bank']} {name}") for row in judged
                   for name, value in row["parity"].items()]  # fmt: skip
-        ratio, where = max(ratios)
+        # NaN is the worst of all and no number for max.
+        ratio, where = max(ratios, key=lambda pair: (math.isnan(pair[0]), pair[0]))
         limit = THRESHOLDS["experts-parity"]
         report.check(
             "experts-parity",
@@ -274,7 +293,31 @@ def judge(report: Report, rows: list[dict[str, Any]]) -> None:
         )
     else:
         report.check("experts-parity", "skipped", message="the layout of these experts is unknown")
+    judge_weights(report, rows)
     judge_bytes(report, rows)
+
+
+def judge_weights(report: Report, rows: list[dict[str, Any]]) -> None:
+    """Name the expert whose weights are farthest from the others' in size: zero, huge, NaN."""
+    worst, where = 1.0, ""
+    for row in rows:
+        for name, sizes in row["weights"].items():
+            middle = statistics.median([size for size in sizes if math.isfinite(size)] or [0.0])
+            for expert, size in enumerate(sizes):
+                low, high = sorted((size, middle))
+                sound = math.isfinite(size + middle) and low > 0
+                far = high / low if sound else math.inf
+                if far > worst:
+                    worst, where = far, f"{row['bank']} {name}, expert {expert}: {size:.2g}"
+    limit = THRESHOLDS["experts-weights"]
+    report.check(
+        "experts-weights",
+        "pass" if worst <= limit else "fail",
+        value=worst,
+        threshold=limit,
+        unit="x the median expert",
+        message=f"worst: {where}" if where else "all alike",
+    )
 
 
 def judge_bytes(report: Report, rows: list[dict[str, Any]]) -> None:

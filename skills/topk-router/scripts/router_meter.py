@@ -58,7 +58,7 @@ class Meter:
         self.entropy += float(-(shares * shares.clamp(min=1e-300).log()).sum())
         self.squares += float(rows.square().mean(-1).sum())
         if rows.numel():
-            self.largest = max(self.largest, float(rows.abs().max()))
+            self.largest = max(self.largest, largest(rows.abs()))
             sums = rows.sum(-1)
             self.probabilities &= bool((rows >= 0).all() and ((sums - 1).abs() < 1e-3).all())
         if weights is not None:
@@ -75,8 +75,24 @@ class Meter:
         for name, scores in candidates.items():
             found = scores.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, 0)
             gap = (share_of(weights) - share_of(found))[several].abs()
-            worst = float(gap.max()) if gap.numel() else 0.0
+            worst = largest(gap)
             self.misfit[name] = max(self.misfit.get(name, 0.0), worst)
+
+    def size(
+        self, scoring: str, normalised: bool, scale: float, logits: Any, chosen: Any, *parts: Any
+    ) -> None:
+        """Compare the weights (the second of parts, kept ids the first) with what the
+        configuration makes of the scores, over a token's sum of them.
+        """
+        kept, weights = parts[0], parts[1].detach().double()
+        logits = logits.detach().double()
+        scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        wanted = scores.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0)
+        if normalised:
+            wanted = share_of(wanted)
+        wanted, real = wanted * scale, (chosen >= 0).any(-1)
+        gap = (weights - wanted.masked_fill(kept < 0, 0)).abs() / wanted.sum(-1, keepdim=True)
+        self.misfit["settings"] = max(self.misfit.get("settings", 0.0), largest(gap[real]))
 
     def numbers(self, least_load: float) -> dict[str, Any]:
         """Give what the report keeps of this router; under least_load x the mean lies the dead."""
@@ -125,6 +141,11 @@ class Meters:
         return [meter for meter in self.all if meter.tokens]
 
 
+def largest(errors: Any) -> float:
+    """Give the largest of errors, infinity where one is NaN, 0 of none."""
+    return float(errors.nan_to_num(nan=math.inf, posinf=math.inf).max()) if errors.numel() else 0.0
+
+
 def share_of(weights: Any) -> Any:
     """Divide by the sum of each token's weights."""
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -136,6 +157,8 @@ def project_meters(model: Any) -> Iterator[Meters]:
     with user_code("importing the project's router"):
         from curry_train.layers.routing import TopKRouter
     meters, handles = Meters(), []
+    c = model.config
+    settings = (getattr(c, "norm_topk_prob", False), getattr(c, "routed_scaling_factor", 1.0))
 
     def listen(meter: Meter, router: Any) -> None:
         def hook(module: Any, inputs: Any, output: Any) -> None:
@@ -147,7 +170,9 @@ def project_meters(model: Any) -> Iterator[Meters]:
                 sigmoid = module.scoring == "sigmoid"
                 scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
                 chosen = module.choose(logits, scores, pad_mask)[0]
-            meter.add(logits, chosen, kept, output.weights.view_as(kept))
+            weights = output.weights.view_as(kept)
+            meter.add(logits, chosen, kept, weights)
+            meter.size(module.scoring, *settings, logits, chosen, kept, weights)
             bias = module.e_score_correction_bias
             if bias is not None:
                 meter.bias_spread = float(bias.max() - bias.min())

@@ -41,7 +41,7 @@ THRESHOLDS = {
     "router-dropped-tokens": 0.1,  # share of choices that find their expert full
     "router-logit-scale": 50.0,  # largest |logit|; above it bf16 has steps of a quarter
     "router-bias-scale": 1.0,  # spread of the correction bias; scores lie between 0 and 1
-    "router-weights": 0.02,  # largest difference between a weight's share and its score's
+    "router-weights": 0.02,  # largest difference to the scores' weight, over a token's sum
 }
 BATCHES, STEPS = 8, 100
 ENOUGH_STEPS = 50
@@ -335,15 +335,17 @@ def judge_scores(report: Report, meters: list[Any], rows: list[dict], of_project
         message=message if found else "one softmax or sigmoid",
     )
     if fits and of_project and not found:
+        shares, sizes = max(single), max(fit["settings"] for fit in fits)
+        wrong = "weights are no softmax or sigmoid of the logits"
+        if shares <= limit:
+            wrong = "not what norm_topk_prob, routed_scaling_factor and scoring_func say"
         report.check(
             "router-weights",
-            "fail" if max(single) > limit else "pass",
-            value=max(single),
+            "fail" if max(shares, sizes) > limit else "pass",
+            value=max(shares, sizes),
             threshold=limit,
             unit="of a token's weight",
-            message="weights are no softmax or sigmoid of the logits"
-            if max(single) > limit
-            else "",
+            message=wrong if max(shares, sizes) > limit else "",
         )
 
 

@@ -29,6 +29,7 @@ CHECK_IDS = {
     "experts-backend": "the bank runs on the fastest backend of its device",
     "experts-bytes": "bytes that the bank keeps for backward over what it needs",
     "experts-parity": "error of the bank against a float64 loop over tokens",
+    "experts-weights": "size of each expert's weights against the median expert's",
     "router-bias-scale": "spread of the correction bias against the range of scores",
     "router-collapse": "how evenly a router uses its experts",
     "router-dead-experts": "experts that get next to no tokens",
