@@ -371,6 +371,36 @@ def test_autocast_casts_inputs_and_result():
 
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "sorted", "reference"])
+def test_a_gradient_of_the_gradient_is_refused(backend):
+    tensors, ids = problem(6, 8, 4, 3, 2)
+    x, weights, w13, w2, _ = (t.float().requires_grad_() for t in tensors.values())
+    out = experts(x, ids, weights, w13, w2, backend=backend)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="allowed are first derivatives"):
+        (grad.square().sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("backend", ["sorted", "reference"])
+def test_float64_takes_weights_in_float32(backend):
+    tensors, ids = problem(6, 8, 4, 3, 2, "padding")
+    x, weights, w13, w2, _ = tensors.values()
+    weights = weights.float().requires_grad_()
+    out = experts(x, ids, weights, w13, w2, backend=backend)
+    wanted = loop(x, ids, weights.double(), w13, w2)
+    (found_grad,) = torch.autograd.grad(out.sum(), weights)
+    (wanted_grad,) = torch.autograd.grad(wanted.sum(), weights)
+    assert_same({"out": out, "w": found_grad}, {"out": wanted, "w": wanted_grad}, tolerance=1e-7)
+
+
+def test_an_id_out_of_range_is_no_expert_where_the_host_does_not_look():
+    ids = torch.tensor([[0, 5], [-3, 1], [3, 4]])
+    found = expert_rows._sort_on_device(ids, 4)
+    wanted = expert_rows.sort_choices(ids.where((ids >= 0) & (ids < 4), -1), 4)
+    for name in ("order", "inverse", "offsets", "counts"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "sorted", "reference"])
 @pytest.mark.parametrize("case", ["random", "padding"])
 def test_opcheck(backend, case):
     tensors, ids = problem(6, 8, 4, 3, 2, case)
@@ -441,6 +471,14 @@ BAD = {
     r"bias13: found shape \[3, 4\]": {"bias13": torch.zeros(3, 4)},
     "bias13: found dtype torch.float64": {"bias13": torch.zeros(3, 8, dtype=torch.float64)},
     "w13: found on meta; allowed is the device of x, cpu": {"w13": W13.to("meta")},
+    "bias13: found on meta; allowed is the device of x, cpu": {
+        "bias13": torch.zeros(3, 8, device="meta")
+    },
+    r"w2: found shape \[0, 8, 4\]; allowed is .* none of them 0": {"w13": W13[:0], "w2": W2[:0]},
+    r"w2: found shape \[3, 8, 0\]": {"w13": W13[:, :0], "w2": W2[..., :0]},
+    r"ids: found shape \[4, 0\]; .* K at least 1": {"ids": IDS_[:, :0], "weights": WEIGHTS[:, :0]},
+    "limit: found -1.0; allowed is a number above 0, or None": {"limit": -1.0},
+    "limit: found nan": {"limit": float("nan")},
     "backend: found 'fast'; allowed are auto, triton, grouped_mm": {"backend": "fast"},
 }
 

@@ -20,7 +20,8 @@ def sort_choices(ids: Tensor, num_experts: int) -> Sorted:
 
     Shapes: ids int [T, K]; returns a Sorted without tiles (NT = 0, block_m = 0). On the CPU it is
     numpy's radix sort of 16-bit keys: a tenth of the time of torch's stable sort.
-    Raises: ValueError for an id outside -1 .. E-1; on the CPU only, elsewhere it would synchronise.
+    Raises: ValueError for an id outside -1 .. E-1; on the CPU only, elsewhere it would synchronise
+    and such an id is no expert.
     """
     if ids.device.type != "cpu":
         return _sort_on_device(ids, num_experts)
@@ -47,7 +48,8 @@ def sort_choices(ids: Tensor, num_experts: int) -> Sorted:
 
 
 def _sort_on_device(ids: Tensor, num_experts: int) -> Sorted:
-    keys = torch.where(ids < 0, num_experts, ids).flatten().to(torch.int32)
+    nobody = (ids < 0) | (ids >= num_experts)
+    keys = torch.where(nobody, num_experts, ids).flatten().to(torch.int32)
     ranked, order = keys.sort(stable=True)
     edges = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
     offsets = torch.searchsorted(ranked, edges, out_int32=True)

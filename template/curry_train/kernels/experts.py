@@ -12,9 +12,8 @@ from torch import Tensor
 
 from curry_train.kernels import backends, dispatch
 from curry_train.kernels.backends import Bank, Needs
-from curry_train.kernels.reference import Sorted
+from curry_train.kernels.reference import DTYPES, Sorted
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TABLES = 7
 """How many tensors of a Sorted travel from forward to backward."""
 
@@ -45,15 +44,17 @@ def experts(
     under triton). FLOPs with R rows of experts: 6RDF forward, 12RDF backward.
     Deterministic: no atomics, sums in a fixed order; a token's result does not depend on its batch
     as far as the matrix product beneath keeps to that.
-    Raises: ValueError for a wrong dtype, a shape that does not fit, an id beyond E (on the CPU
-    only, elsewhere that would synchronise) and a backend that cannot run here.
+    Raises: ValueError for a wrong dtype, a shape that does not fit, a limit that is not above 0, a
+    backend that cannot run here, and an id that is neither -1 nor below E; that on the CPU only,
+    elsewhere it would synchronise and such an id is no expert. RuntimeError for a gradient of the
+    gradient.
     """
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, w13, w2 = x.to(dtype), w13.to(dtype), w2.to(dtype)
         bias13 = None if bias13 is None else bias13.to(dtype)
-    _check(x, ids, weights, w13, w2, bias13)
+    _check(x, ids, weights, w13, w2, bias13, limit)
     count, width, hidden = w2.shape
     name = dispatch.choose(
         x.device, x.dtype, width=width, hidden=hidden, backend=backend, strict=strict
@@ -65,7 +66,13 @@ def experts(
 
 
 def _check(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, bias13: Tensor | None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    bias13: Tensor | None,
+    limit: float | None,
 ) -> None:
     if x.dtype not in DTYPES:
         raise ValueError(f"x: found dtype {x.dtype}; allowed are {_names(DTYPES)}; cast x")
@@ -78,18 +85,23 @@ def _check(
             f"weights: found dtype {weights.dtype}; allowed are that of x, {x.dtype}, and "
             "torch.float32; cast weights"
         )
+    if limit is not None and not limit > 0:
+        raise ValueError(
+            f"limit: found {limit}; allowed is a number above 0, or None for silu(gate) * up; set "
+            "model.swiglu_limit"
+        )
     if x.ndim != 2:
         raise ValueError(f"x: found shape {_size(x)}; allowed is [T, D]; flatten the tokens")
-    if w2.ndim != 3 or w2.shape[1] != x.shape[1]:
+    if w2.ndim != 3 or w2.shape[1] != x.shape[1] or 0 in w2.shape:
         raise ValueError(
-            f"w2: found shape {_size(w2)}; allowed is [E, D, F] with the width D = {x.shape[1]} "
-            "of x; set w2 or x to agree"
+            f"w2: found shape {_size(w2)}; allowed is [E, D, F], none of them 0, with the "
+            f"width D = {x.shape[1]} of x; set w2 or x to agree"
         )
     count, width, hidden = w2.shape
-    if ids.ndim != 2 or ids.shape[0] != x.shape[0]:
+    if ids.ndim != 2 or ids.shape[0] != x.shape[0] or ids.shape[1] == 0:
         raise ValueError(
             f"ids: found shape {_size(ids)}; allowed is [T, K] with the T = {x.shape[0]} tokens "
-            "of x; set ids or x to agree"
+            "of x and K at least 1; set ids or x to agree"
         )
     wanted = {
         "weights": (weights, (x.shape[0], ids.shape[1]), "[T, K] like ids"),
@@ -107,8 +119,9 @@ def _check(
             raise ValueError(
                 f"{name}: found dtype {tensor.dtype}; allowed is that of x, {x.dtype}; cast {name}"
             )
-    for name, tensor in {"ids": ids, "weights": weights, "w13": w13, "w2": w2}.items():
-        if tensor.device != x.device:
+    others = {"ids": ids, "weights": weights, "w13": w13, "w2": w2, "bias13": bias13}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
             raise ValueError(
                 f"{name}: found on {tensor.device}; allowed is the device of x, {x.device}; move it"
             )
@@ -201,3 +214,20 @@ def _differentiate(ctx, dout, *_):
 
 
 torch.library.register_autograd("curry_train::moe_experts", _differentiate, setup_context=_save)
+
+
+def _save_nothing(ctx, inputs, output) -> None:
+    pass
+
+
+def _refuse(ctx, *_):
+    raise RuntimeError(
+        "experts: found a gradient of its gradient; allowed are first derivatives; leave out "
+        "create_graph=True, or compute the bank from operations of torch"
+    )
+
+
+# Without this autograd would look for operations inside, and find none in a kernel.
+torch.library.register_autograd(
+    "curry_train::moe_experts_bwd", _refuse, setup_context=_save_nothing
+)

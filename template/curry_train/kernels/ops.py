@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curry_train.kernels import reference
-from curry_train.kernels.reference import Sorted
+from curry_train.kernels.reference import DTYPES, Sorted
 from curry_train.kernels.routing_ops import kernels_run, moe_combine
 
 Table = list[Tensor]
@@ -183,7 +183,7 @@ def _check_rows(name: str, x: Tensor, sorted: Sorted, gather: bool) -> None:
             f"{name} has the shape {list(x.shape)}; allowed: [{rows}, width], since ids were "
             f"[T={T}, K={K}] and rows are {letter}; pass the Sorted of the same tokens"
         )
-    if not x.is_floating_point():
+    if x.dtype not in DTYPES:
         raise ValueError(f"{name} is {x.dtype}; allowed: bfloat16, float16, float32, float64")
 
 
@@ -234,9 +234,10 @@ def gmm_swiglu(
     _check_rows("x", x, sorted, True)
     _check_weight("w13", w13, sorted, (None, x.shape[1]), x)
     _check_even("w13", w13.shape[1])
-    if bias13 is not None and bias13.shape != w13.shape[:2]:
+    if bias13 is not None and (bias13.shape != w13.shape[:2] or bias13.dtype not in DTYPES):
         raise ValueError(
-            f"bias13 has the shape {list(bias13.shape)}; allowed: {list(w13.shape[:2])}, as w13"
+            f"bias13 is {bias13.dtype} {list(bias13.shape)}; allowed: a float dtype, "
+            f"{list(w13.shape[:2])} as w13"
         )
     return _gmm_swiglu(x, w13, bias13, list(sorted[:7]), sorted.block_m, limit)
 

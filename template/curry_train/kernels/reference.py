@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels and their twins compute in; float64 has twins only."""
 SIGMOID_SCALE = 1.702
 """Of the clamped activation. Source: gpt-oss, `swiglu` of its reference model."""
 
@@ -135,7 +137,7 @@ def gmm_swiglu(
     if bias13 is not None:
         counts = [last - first for first, last in _bounds(sorted)]
         parts = [row.expand(n, -1) for row, n in zip(bias13.unbind(), counts, strict=True)]
-        h = h + _whole(parts, sorted)
+        h = (h + _whole(parts, sorted)).to(h.dtype)
     a = swiglu(h, limit)
     return h, a
 

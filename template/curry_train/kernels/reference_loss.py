@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from curry_train.kernels.reference import DTYPES
 from curry_train.kernels.reference_routing import check_lse, looks
 
 IGNORE = -100
@@ -19,7 +20,7 @@ IGNORE = -100
 
 def check_options(z: float, smoothing: float, softcap: float | None, reduction: str) -> None:
     """Raise ValueError for what no loss of any shape can take."""
-    if z < 0:
+    if not z >= 0:
         raise ValueError(f"z is {z}; allowed: 0 or more, the weight of lse**2")
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}; allowed: 0 up to, not including, 1")
@@ -31,10 +32,10 @@ def check_options(z: float, smoothing: float, softcap: float | None, reduction: 
 
 def check_rows(logits: Tensor, target: Tensor) -> None:
     """Raise ValueError unless logits is a float [N, V] and target an int64 [N]."""
-    if logits.ndim != 2 or not logits.is_floating_point() or logits.shape[1] < 1:
+    if logits.ndim != 2 or logits.dtype not in DTYPES or logits.shape[1] < 1:
         raise ValueError(
-            f"logits is {logits.dtype} {list(logits.shape)}; allowed: [N, V] of a float dtype with "
-            "V at least 1; flatten batch and sequence first"
+            f"logits is {logits.dtype} {list(logits.shape)}; allowed: [N, V] of bfloat16, float16, "
+            "float32 or float64 with V at least 1; flatten batch and sequence first"
         )
     if target.dtype != torch.int64 or target.shape != logits.shape[:1]:
         raise ValueError(
@@ -58,9 +59,10 @@ def check_labels(target: Tensor, vocab: int, ignore: int, validate: bool) -> Non
 
 def check_linear(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> None:
     """Raise ValueError unless hidden is [N, D], weight [V, D] and target int64 [N]."""
-    if hidden.ndim != 2 or not hidden.is_floating_point():
+    if hidden.ndim != 2 or hidden.dtype not in DTYPES:
         raise ValueError(
-            f"hidden is {hidden.dtype} {list(hidden.shape)}; allowed: [N, D] of a float dtype"
+            f"hidden is {hidden.dtype} {list(hidden.shape)}; allowed: [N, D] of bfloat16, float16, "
+            "float32 or float64"
         )
     if weight.dtype != hidden.dtype or weight.ndim != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(

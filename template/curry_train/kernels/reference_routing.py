@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curry_train.kernels.reference import Sorted
+from curry_train.kernels.reference import DTYPES, Sorted
 
 NORM_EPS = 1e-20
 """Keeps the normalised weights of a row whose scores all underflow at 0 instead of NaN."""
@@ -300,20 +300,22 @@ def moe_sort(ids: Tensor, num_experts: int, block_m: int, *, validate: bool = Fa
 
 def check_combine(y: Tensor, inverse: Tensor, weights: Tensor | None, base: Tensor | None) -> None:
     """Raise ValueError unless y is [R, D], inverse and weights [T, K] and base [T, D]."""
-    if y.ndim != 2 or not y.is_floating_point():
-        raise ValueError(f"y is {y.dtype} {list(y.shape)}; allowed: rows [R, D] of a float dtype")
+    if y.ndim != 2 or y.dtype not in DTYPES:
+        raise ValueError(
+            f"y is {y.dtype} {list(y.shape)}; allowed: rows [R, D] of bfloat16, float16, float32 "
+            "or float64"
+        )
     if inverse.dtype != torch.int32 or inverse.ndim != 2:
         raise ValueError(
             f"inverse is {inverse.dtype} {list(inverse.shape)}; allowed: int32 [T, K], as moe_sort "
             "returned it"
         )
-    wide = torch.promote_types(y.dtype, torch.float32)
     if weights is not None and (
-        weights.dtype not in (y.dtype, wide) or weights.shape != inverse.shape
+        weights.dtype not in (y.dtype, torch.float32) or weights.shape != inverse.shape
     ):
         raise ValueError(
-            f"weights is {weights.dtype} {list(weights.shape)}; allowed: {y.dtype} or {wide} "
-            f"{list(inverse.shape)}, one for each choice"
+            f"weights is {weights.dtype} {list(weights.shape)}; allowed: {y.dtype} or "
+            f"torch.float32 {list(inverse.shape)}, one for each choice"
         )
     shape = (inverse.shape[0], y.shape[1])
     if base is not None and (base.dtype != y.dtype or base.shape != shape):

@@ -208,6 +208,10 @@ def test_bad_arguments_are_named(call):
         function(logits[:, :0], target)
     with pytest.raises(ValueError, match=r"logits is torch.float32 \[9, 70, 1\].*flatten batch"):
         function(logits[..., None], target)
+    with pytest.raises(ValueError, match=r"logits is torch.float8_e4m3fn \[9, 70\]; allowed"):
+        function(logits.to(torch.float8_e4m3fn), target)
+    with pytest.raises(ValueError, match="z is nan; allowed: 0 or more"):
+        function(logits, target, z=float("nan"))
     with pytest.raises(ValueError, match="z is -1.0; allowed: 0 or more"):
         function(logits, target, z=-1.0)
     with pytest.raises(ValueError, match="smoothing is 1.0; allowed: 0 up to"):

@@ -493,6 +493,9 @@ def test_bad_input_is_named():
     refuse(lambda: ops.gmm(b.x, b.w13[0], s, gather=True), "w has", "[32, 32]")
     refuse(lambda: ops.gmm_swiglu(b.x, b.w13[:, 1:], None, s), "w13 has 31 columns", "even")
     refuse(lambda: ops.gmm_swiglu(b.x, b.w13, b.bias13[1:], s), "bias13", "[4, 32]", "[5, 32]")
+    refuse(lambda: ops.gmm_swiglu(b.x, b.w13, b.bias13.int(), s), "bias13 is torch.int32", "float")
+    eight = (b.x.to(torch.float8_e4m3fn), b.w13.to(torch.float8_e4m3fn))
+    refuse(lambda: ops.gmm(*eight, s, gather=True), "x is torch.float8_e4m3fn", "bfloat16")
     call = ops.gmm_dswiglu
     refuse(lambda: call(b.dout, b.w2, b.h, b.weights[1:], s), "weights", f"[{T}, 2]")
     refuse(lambda: call(b.dout, b.w2, b.h.half(), b.weights, s), "h is torch.float16", "dout")
@@ -504,6 +507,14 @@ def test_bad_input_is_named():
     refuse(
         lambda: wgrad(b.h, b.x, s, gather_x=True, out=torch.empty(5, 32, 31)), "out", "[5, 32, 32]"
     )
+
+
+@pytest.mark.parametrize("code", [grouped_matmul, reference])
+def test_a_bias_of_another_dtype_leaves_that_of_h(code):
+    b = bank("plain")
+    half, bias = (b.x.half(), b.w13.half()), b.bias13
+    for found in code.gmm_swiglu(*half, bias, b.sorted, limit=None):
+        assert found.dtype == torch.float16
 
 
 def test_the_interpreter_was_not_bypassed():
