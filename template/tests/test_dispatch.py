@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from curry_train.kernels import backends, dispatch, report, row_products
 
@@ -190,6 +191,14 @@ def test_the_self_test_sees_an_empty_expert_whose_gradient_was_not_written(monke
     assert "differs from sorted by nan" in dispatch.self_test(CPU, torch.float32)
 
 
+@pytest.mark.parametrize("place", [lambda: torch.device("meta"), FakeTensorMode])
+def test_the_self_test_computes_wherever_it_is_first_asked_for(place, monkeypatch):
+    twins = backends.kernels_of("reference")
+    monkeypatch.setattr(backends, "kernels_of", lambda name: twins)
+    with place():
+        assert dispatch.self_test(CPU, torch.float32) is None
+
+
 def test_the_self_test_names_what_was_raised(monkeypatch):
     def broken(name):
         raise RuntimeError("PassManager::run failed\nand 300 lines of IR")
@@ -282,11 +291,36 @@ def test_the_report_says_what_the_variable_did():
     assert done.returncode == 1 and "TRITON_INTERPRET=1" in done.stdout
 
 
-def test_the_report_refuses_a_shape_it_cannot_read(capsys):
+def test_the_report_lists_the_named_backend_as_usable():
+    done = run_report(CURRY_MOE_BACKEND="triton", TRITON_INTERPRET="1")
+    assert "chosen: triton" in done.stdout and "* triton      usable" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--shape", "64,30", "allowed are five positive numbers T,D,F,E,K"),
+        ("--shape", "a,1,1,1,1", "allowed are five positive numbers T,D,F,E,K"),
+        ("--shape", "0,1,1,1,1", "allowed are five positive numbers T,D,F,E,K"),
+        ("--device", "tpu", "found 'tpu'; allowed here are cpu, meta"),
+        ("--device", "cpu:3", "found 'cpu:3'; allowed here are cpu, meta"),
+    ],
+)
+def test_the_report_refuses_what_it_cannot_read(flag, value, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        report.main(["--shape", "64,30"])
+        report.main([flag, value])
     assert stopped.value.code == 2
-    assert "allowed are five positive numbers T,D,F,E,K" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ['{"tiles": {"gmm": 1}}', None])
+def test_the_report_names_a_file_of_tiles_it_cannot_read(content, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "tiles.json"
+    path.mkdir() if content is None else path.write_text(content)
+    monkeypatch.setenv("CURRY_TILES", str(path))
+    with pytest.raises(SystemExit):
+        report.main([])
+    assert f"{path}: " in capsys.readouterr().err
 
 
 def test_the_report_of_a_gpu_shows_its_tiles(gpu):

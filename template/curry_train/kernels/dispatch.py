@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from curry_train.kernels import backends
 from curry_train.kernels.backends import BACKENDS, Bank, Needs
@@ -249,8 +250,14 @@ def _names(dtypes) -> str:
 def self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     """Compare triton with sorted on 64 rows, an expert without rows among them; None is well.
 
-    Shapes: TEST_SIZES. Runs once a process for each device and dtype.
+    Shapes: TEST_SIZES. Runs once a process for each device and dtype, on real tensors wherever the
+    first call happens: while shapes are planned with fake ones, or under a default device.
     """
+    with _disable_current_modes(), torch.device("cpu"):
+        return _self_test(device, dtype)
+
+
+def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     tokens, choices, width, hidden, count = TEST_SIZES
     draw = torch.Generator().manual_seed(0)
 

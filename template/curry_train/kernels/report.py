@@ -71,8 +71,9 @@ def describe(
     """Return all that the report says about a shape (T, D, F, E, K) on a device, as plain data."""
     tokens, width, hidden, experts, choices = shape
     odd = dispatch.odd_rows(dtype, width, hidden)
-    rejected = dispatch.rejections(dispatch.Site(device, dtype, odd))
-    site = dispatch.Site(device, dtype, odd)
+    named = os.environ.get(dispatch.VARIABLE) or "auto"
+    site = dispatch.Site(device, dtype, odd, asked=named != "auto")
+    rejected = dispatch.rejections(site)
     rows = [
         {"name": name, "usable": rule is None, "reason": rule.reason(site) if rule else ""}
         for name, rule in rejected.items()
@@ -134,12 +135,24 @@ def render(found: dict[str, Any]) -> str:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if len(sizes) != len(SHAPE) or min(sizes) < 1:
+    parts = [part.strip() for part in text.split(",")]
+    sizes = tuple(int(part) for part in parts if part.isdecimal())
+    if len(parts) != len(SHAPE) or len(sizes) != len(SHAPE) or min(sizes) < 1:
         raise argparse.ArgumentTypeError(
             f"found {text!r}; allowed are five positive numbers T,D,F,E,K; set 8192,2048,768,128,8"
         )
     return sizes
+
+
+def _device(text: str) -> torch.device:
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    counts = {"cpu": 1, "meta": 1} | ({gpu.type: torch.accelerator.device_count()} if gpu else {})
+    name, _, index = text.partition(":")
+    if name not in counts or (index and index not in map(str, range(counts[name]))):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; allowed here are {', '.join(counts)} and their indices; set cpu"
+        )
+    return torch.device(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,15 +162,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--shape", type=_shape, default=SHAPE, metavar="T,D,F,E,K")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, else fp32")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--device", type=_device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--arch", choices=sorted(tuning.SHARED_BYTES), help="tiles of another GPU")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: found cuda, but torch sees no GPU; allowed here: cpu")
+    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    found = describe(device, dtype, options.shape, options.arch)
+    try:
+        found = describe(device, dtype, options.shape, options.arch)
+    except ValueError as error:
+        parser.error(str(error))
     print(json.dumps(found) if options.json else render(found))
     return 0 if found["chosen"] else 1
 

@@ -78,7 +78,7 @@ LAYOUTS = {
     # (kernel, bytes of an element): {bucket: (block_n, block_k, num_warps)}
     ("gmm", 2): {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8)},
     ("gmm_swiglu", 2): {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 8), 128: (128, 64, 8)},
-    ("gmm_dswiglu", 2): {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 8)},
+    ("gmm_dswiglu", 2): {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 32, 4), 128: (64, 64, 8)},
     ("gmm", 4): {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (64, 16, 8)},
     ("gmm_swiglu", 4): {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (64, 16, 8)},
     ("gmm_dswiglu", 4): {16: (32, 32, 4), 32: (32, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)},
@@ -132,7 +132,7 @@ def read_tiles(path: Path) -> dict[str, Tile]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["tiles"]
         return {key: _checked(key, Tile(**entry["tile"])) for key, entry in entries.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise ValueError(
             f"{path}: {error}; a file written by `python -m curry_train.kernels.tuning` is allowed;"
             f" write it again, or point {FILE_VARIABLE} elsewhere"
