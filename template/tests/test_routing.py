@@ -449,6 +449,47 @@ def test_no_tokens_are_routed_to_nobody():
     for config in CASES.values():
         found = filled(config)(torch.zeros(2, 0, D))
         assert found.expert_ids.shape[0] == 0 and found.tokens_per_expert.sum() == 0
+        assert found.aux_loss.tolist() == found.z_loss.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("x", "pad_mask", "said"),
+    [
+        (torch.zeros(S, D), None, rf"x: found torch.float64 \[{S}, {D}\]; allowed is a float"),
+        (torch.zeros(B, S, 3), None, rf"x: found .* \[{B}, {S}, 3\]; allowed is .*\[B, S, {D}\]"),
+        (torch.zeros(B, S, D).long(), None, "x: found torch.int64"),
+        (
+            torch.zeros(B, S, D),
+            PADDING.long(),
+            "pad_mask: found torch.int64 .* allowed is torch.b",
+        ),
+        (torch.zeros(B, S, D), PADDING[:1], rf"pad_mask: found torch.bool \[1, {S}\]; allowed is"),
+    ],
+)
+def test_what_does_not_fit_is_named(x, pad_mask, said):
+    with pytest.raises(ValueError, match=said):
+        filled(PLAIN)(x if x.dtype == torch.int64 else x.double(), pad_mask)
+
+
+@pytest.mark.parametrize("case", ["softmax", "gpt-oss", "DeepSeek-V3", "expert choice"])
+def test_autocast_leaves_the_router_in_float32(case):
+    router, x = filled(CASES[case]).float(), torch.randn(B, S, D, dtype=torch.float32)
+    wanted = router(x, PADDING)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x, PADDING)
+    for name in ("expert_ids", "weights", "aux_loss", "z_loss", "tokens_per_expert"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        assert getattr(found, name).dtype == getattr(wanted, name).dtype, name
+
+
+def test_scores_that_all_underflow_leave_the_losses_finite():
+    router = filled(replace(SIGMOID, router_bias=True)).float()
+    torch.nn.init.constant_(router.bias, -1e4)
+    x = torch.randn(B, S, D, dtype=torch.float32).requires_grad_()
+    found = router(x)
+    assert found.aux_loss.isfinite().all() and found.z_loss.isfinite().all()
+    (found.weights.sum() + found.aux_loss.sum()).backward()
+    assert x.grad.isfinite().all()
 
 
 # The correction bias
@@ -494,6 +535,19 @@ def test_the_bias_alone_brings_a_collapsed_router_to_balance():
     for _ in range(500):
         router.move_correction_bias(unevenness()[1])
     assert before > 2.0 and unevenness()[0] < 1.15
+
+
+def test_a_cast_of_the_model_leaves_the_bias_wide():
+    router = filled(DEEPSEEK_V3).float()
+    bias = router.e_score_correction_bias.clone()
+    router = torch.nn.Sequential(router).bfloat16()[0]
+    assert router.weight.dtype == torch.bfloat16
+    assert torch.equal(router.e_score_correction_bias, bias) and bias.dtype == torch.float32
+    assert "e_score_correction_bias" in router.state_dict()
+    assert router.to("meta").e_score_correction_bias.device.type == "meta"
+    assert router.double().e_score_correction_bias.dtype == torch.float64
+    torch.set_default_dtype(torch.bfloat16)
+    assert TopKRouter(DEEPSEEK_V3).e_score_correction_bias.dtype == torch.float32
 
 
 def test_the_bias_keeps_its_dtype_beside_bf16():

@@ -8,6 +8,8 @@ micro-batches changes a result.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -49,7 +51,8 @@ class TopKRouter(nn.Module):
     the K (norm_topk_prob), times routed_scaling_factor. With n_group > 1 only the experts of the
     topk_group best groups can be chosen. Ties go to the lowest expert id, on every device.
     Padding visits no expert and counts nowhere. NaN in x gives NaN weights and losses with valid
-    ids: the step then sees a loss that is not finite.
+    ids: the step then sees a loss that is not finite. Autocast changes nothing here.
+    Raises: ValueError for an x or a pad_mask of another shape or dtype.
 
     Capacity: an expert takes at most ceil(capacity_factor * K * tokens / E) choices of a sequence,
     at least 1; the rest is dropped and the weights that stay are not divided again, as in Switch
@@ -72,8 +75,9 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         # A buffer of its own dtype: in bf16 a step of 0.001 would vanish beside a bias of 1.
-        unbiased = torch.zeros(config.num_experts) if config.correction_bias else None
-        self.register_buffer("e_score_correction_bias", unbiased)
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        bias = torch.zeros(config.num_experts, dtype=wide) if config.correction_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
         self.update_rate = config.correction_bias_update_rate
         self.routing = config.routing
         self.experts_per_token = config.num_experts_per_tok
@@ -93,13 +97,25 @@ class TopKRouter(nn.Module):
         if future:
             warnings.warn(future, stacklevel=2)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move or cast as any module does, but never the bias below float32."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        moved = self.e_score_correction_bias
+        if bias is not None and moved.dtype.itemsize < torch.float32.itemsize:
+            self.e_score_correction_bias = bias.to(moved.device, torch.float32)
+        return self
+
     def forward(self, x_BSD: Tensor, pad_mask: Tensor | None = None) -> Routing:
+        self.check(x_BSD, pad_mask)
         logits_BSE = self.logits(x_BSD)
         if pad_mask is not None:
             logits_BSE = logits_BSE.masked_fill(~pad_mask[..., None], 0)
         sigmoid = self.scoring == "sigmoid"
         scores_BSE = logits_BSE.sigmoid() if sigmoid else logits_BSE.softmax(-1)
-        probs_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True) if sigmoid else scores_BSE
+        probs_BSE = scores_BSE
+        if sigmoid:
+            probs_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + NORM_EPS)
         lse_BS1 = logits_BSE.logsumexp(-1, keepdim=True)
         ids, weights = self.choose(logits_BSE, scores_BSE, pad_mask)
         counts_BE = count_choices(ids, logits_BSE.shape[-1])
@@ -115,11 +131,28 @@ class TopKRouter(nn.Module):
             tokens_per_expert=counts_BE.sum(0),
         )
 
+    def check(self, x_BSD: Tensor, pad_mask: Tensor | None) -> None:
+        """Raise ValueError unless x is a float [B, S, D] and pad_mask None or bool [B, S]."""
+        width = self.weight.shape[1]
+        if x_BSD.ndim != 3 or x_BSD.shape[2] != width or not x_BSD.is_floating_point():
+            raise ValueError(
+                f"x: found {x_BSD.dtype} {list(x_BSD.shape)}; allowed is a float dtype [B, S, "
+                f"{width}]; keep batch and sequence apart, set model.hidden_size to the width of x"
+            )
+        if pad_mask is None:
+            return
+        if pad_mask.dtype != torch.bool or pad_mask.shape != x_BSD.shape[:2]:
+            raise ValueError(
+                f"pad_mask: found {pad_mask.dtype} {list(pad_mask.shape)}; allowed is torch.bool "
+                f"{list(x_BSD.shape[:2])}, True for a real token; set pad_mask.bool()"
+            )
+
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [..., E] of x [..., D], in float32 (float64 for float64)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        return F.linear(x.to(wide), self.weight.to(wide), bias)
+        with without_autocast(x.device.type):
+            return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     def choose(
         self, logits_BSE: Tensor, scores_BSE: Tensor, pad_mask: Tensor | None
@@ -240,6 +273,13 @@ def move_correction_biases(model: nn.Module, tokens_per_expert: Tensor) -> None:
         router.move_correction_bias(tokens_E)
 
 
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Return a context in which autocast casts nothing, on devices that have it and others."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 def looks_ahead(config: ModelConfig) -> str | None:
     """Say how this routing lets later tokens decide about earlier ones; None when it does not."""
     if config.routing == "expert_choice":
@@ -314,6 +354,6 @@ def count_choices(ids_BSK: Tensor, experts: int) -> Tensor:
 def mean_over_tokens(values_BSX: Tensor, pad_mask: Tensor | None) -> Tensor:
     """Return the mean [B, X] of [B, S, X] over the real tokens of each sequence; 0 without any."""
     if pad_mask is None:
-        return values_BSX.mean(1)
+        return values_BSX.sum(1) / max(values_BSX.shape[1], 1)
     total = values_BSX.masked_fill(~pad_mask[..., None], 0).sum(1)
     return total / pad_mask.sum(1, keepdim=True).clamp(min=1)
