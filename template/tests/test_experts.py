@@ -370,6 +370,14 @@ def test_autocast_casts_inputs_and_result():
     assert x.grad.dtype == w13.grad.dtype == torch.float32
 
 
+def test_autocast_leaves_float64_alone():
+    tensors, ids = problem(*SHAPES["plain"])
+    x, weights, w13, w2, _ = tensors.values()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = experts(x, ids, weights, w13, w2)
+    assert torch.equal(found, experts(x, ids, weights, w13, w2))
+
+
 @pytest.mark.parametrize("backend", ["grouped_mm", "sorted", "reference"])
 def test_a_gradient_of_the_gradient_is_refused(backend):
     tensors, ids = problem(6, 8, 4, 3, 2)

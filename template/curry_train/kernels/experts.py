@@ -38,7 +38,8 @@ def experts(
     w2 [E, D, F] in the dtype of x; returns [T, D] in the dtype of x. Rows of w13 are [gate; up],
     or gate j and up j in turn when interleaved. act is silu(gate) * up; with a limit L gpt-oss's
     g * sigmoid(1.702 g) * (u + 1), g = min(gate, L), u = clamp(up, -L, L).
-    Under autocast x, w13, w2 and bias13 are cast to its dtype, and so is the result.
+    Under autocast x, w13, w2 and bias13 are cast to its dtype, and so is the result, but for
+    float64, which autocast leaves alone.
     Gradients: x, weights, w13, w2, bias13; zero for experts without tokens. Saved for them, beside
     the inputs: h [R, 2F] in the dtype of x and 4 * (2R + 2E + 2) bytes of order (tiles come on top
     under triton). FLOPs with R rows of experts: 6RDF forward, 12RDF backward.
@@ -50,7 +51,8 @@ def experts(
     gradient.
     """
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    available = torch.amp.is_autocast_available(device) and x.dtype != torch.float64
+    if available and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, w13, w2 = x.to(dtype), w13.to(dtype), w2.to(dtype)
         bias13 = None if bias13 is None else bias13.to(dtype)

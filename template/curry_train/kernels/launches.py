@@ -82,11 +82,21 @@ def tile_constants(
 
 
 def run_on_gpu(launch: Launch) -> None:
-    """Launch on the device of the tensors, whichever is current; an empty grid is no launch."""
+    """Launch on the device of the tensors, whichever is current; an empty grid is no launch.
+
+    Raises: ValueError for a tensor on another device, where the kernel would read what it must not.
+    """
     if launch.grid == 0:
         return
-    tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
-    device = tensors[0].device
+    tensors = {key: value for key, value in launch.arguments.items() if isinstance(value, Tensor)}
+    first = next(iter(tensors))
+    device = tensors[first].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(
+                f"{name.removesuffix('_ptr')} is on {tensor.device}; allowed: {device}, the device "
+                f"of {first.removesuffix('_ptr')}; move one of them"
+            )
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         launch.kernel[(launch.grid,)](

@@ -223,6 +223,11 @@ def test_bad_arguments_of_the_backward_pass_are_named():
         router.router_topk(LOGITS.double(), None, 2)
 
 
+def test_a_tensor_on_another_device_is_not_read():
+    with pytest.raises(ValueError, match="bias is on meta; allowed: cpu, the device of logits"):
+        router.router_topk(LOGITS, LOGITS[0].to("meta"), 2)
+
+
 @pytest.mark.parametrize("code", [router, reference_routing])
 def test_no_tokens_and_only_padding(code):
     weights, ids, lse = code.router_topk(LOGITS[:0], None, 2)
