@@ -77,6 +77,18 @@ def test_the_same_logits_and_gradients_as_transformers(build, dtype, monkeypatch
     assert_same(found, wanted, tolerance=1e-4 if dtype == torch.float32 else 1e-11)
 
 
+@pytest.mark.parametrize("build", [qwen3, gpt_oss])
+def test_the_compiler_sees_one_graph_from_the_first_call_on(build):
+    experts = build().model.layers[0].mlp.experts
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    x, ids, weights = torch.randn(5, 32), torch.randint(0, 6, (5, 2)), torch.rand(5, 2)
+    forward = transformers_experts.curry_experts_forward
+    torch._dynamo.reset()
+    found = torch.compile(forward, backend="aot_eager", fullgraph=True)(experts, x, ids, weights)
+    assert_same({"out": found}, {"out": forward(experts, x, ids, weights)}, tolerance=1e-6)
+
+
 def test_ids_of_another_rank_are_left_out():
     experts = qwen3().model.layers[0].mlp.experts
     nn.init.normal_(experts.gate_up_proj)

@@ -71,6 +71,8 @@ def curry_experts_forward(
     return out.to(hidden_states.dtype)
 
 
+# What a module's activation computes does not change: the compiler may ask once.
+@torch.compiler.assume_constant_result
 def _limit(module: nn.Module) -> float | None:
     """Return the limit of the module's activation, None for silu(gate) * up.
 
