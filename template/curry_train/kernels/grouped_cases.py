@@ -107,9 +107,9 @@ def cases() -> list[dict]:
         found += _cases(f"bf16-{block_m}", torch.bfloat16, block_m, "ieee", **qwen)
     found += _cases("gpt_oss-bf16-128", torch.bfloat16, 128, "ieee", **gpt_oss)
     found += _cases("fp32-128", torch.float32, 128, "ieee", **qwen)
-    other = _cases("tf32-128", torch.float32, 128, "tf32", **qwen)
-    other += _cases("fp16-128", torch.float16, 128, "ieee", **qwen)
-    # The other dtypes have the tiles of those above: one product and one gradient of each.
+    found += _cases("tf32-128", torch.float32, 128, "tf32", **qwen)
+    other = _cases("fp16-128", torch.float16, 128, "ieee", **qwen)
+    # fp16 has the tiles of bf16: one product and one gradient of it.
     found += [case for case in other if case["name"].startswith(("gate_up-", "gate_up_wgrad"))]
     distinct = {repr({**case, "name": ""}): case for case in reversed(found)}
     return list(reversed(distinct.values()))

@@ -327,14 +327,14 @@ def gmm(
     *,
     gather: bool,
     tile: Tile | None = None,
-    precision: str = "ieee",
+    precision: str | None = None,
     run: Run = run_on_gpu,
 ) -> Tensor:
     """Multiply each row by the weight of its expert.
 
     Shapes and values: `reference.gmm`, y [R, N]; x and w of one dtype (bf16, fp16, float32), any
     strides; accumulated in float32. FLOPs 2*R*N*K; reads each row and each used weight once per
-    tile that needs it. Deterministic; precision "tf32" lets float32 use tensor cores.
+    tile that needs it. Deterministic; precision, "ieee" or "tf32", None: see `float32_precision`.
     """
     N, K = w.shape[1:]
     tile = tile or tile_for("gmm", x.device, x.dtype, sorted.block_m, N, K)
@@ -351,7 +351,7 @@ def gmm_swiglu(
     *,
     limit: float | None = None,
     tile: Tile | None = None,
-    precision: str = "ieee",
+    precision: str | None = None,
     run: Run = run_on_gpu,
 ) -> tuple[Tensor, Tensor]:
     """Multiply each token's rows by gate and up of their expert and apply the activation.
@@ -376,7 +376,7 @@ def gmm_dswiglu(
     *,
     limit: float | None = None,
     tile: Tile | None = None,
-    precision: str = "ieee",
+    precision: str | None = None,
     run: Run = run_on_gpu,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take the gradient of the combined output back through w2 and the activation.
@@ -413,7 +413,7 @@ def gmm_wgrad(
     accumulate: bool = False,
     bias: bool = False,
     tile: Tile | None = None,
-    precision: str = "ieee",
+    precision: str | None = None,
     run: Run = run_on_gpu,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the gradient of the weights of a grouped product, and of its bias.

@@ -65,15 +65,24 @@ def sorted_arguments(sorted: Sorted) -> dict[str, Tensor | int]:
     }
 
 
+def float32_precision() -> str:
+    """Return how float32 is multiplied: as `torch.set_float32_matmul_precision` says for all else.
+
+    "highest", torch's default, is exact ("ieee"); below it NVIDIA's tensor cores take over.
+    """
+    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip
+    return "ieee" if exact else "tf32"
+
+
 def tile_constants(
-    sorted: Sorted, tile: Tile, N: int, K: int, precision: str
+    sorted: Sorted, tile: Tile, N: int, K: int, precision: str | None
 ) -> dict[str, int | str]:
     """Return the constants of a tile of a product with [N, K]; even sizes need no masks."""
     return {
         "TOP_K": sorted.inverse.shape[1],
         "EVEN_N": N % tile.block_n == 0,
         "EVEN_K": K % tile.block_k == 0,
-        "PRECISION": precision,
+        "PRECISION": precision or float32_precision(),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,

@@ -21,17 +21,16 @@ Table = list[Tensor]
 """The tensors of a Sorted, in its order: an op takes no tuple with names."""
 
 
-def kernels_for(x: Tensor) -> tuple[ModuleType, dict[str, str]]:
-    """Return the module whose functions run on x, and the options that only kernels take.
+def kernels_for(x: Tensor) -> ModuleType:
+    """Return the module whose functions run on x: Triton's launchers where they can, else twins.
 
     Shapes: x of any shape. Twins run what Triton cannot: float64, and devices without it.
     """
     if not kernels_run(x):
-        return reference, {}
+        return reference
     from curry_train.kernels import grouped_matmul
 
-    exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return grouped_matmul, {"precision": "ieee" if exact or torch.version.hip else "tf32"}
+    return grouped_matmul
 
 
 def _sorted(table: Table, block_m: int) -> Sorted:
@@ -40,8 +39,8 @@ def _sorted(table: Table, block_m: int) -> Sorted:
 
 @torch.library.custom_op("curry_train::gmm", mutates_args=())
 def _gmm(x: Tensor, w: Tensor, table: Table, block_m: int, gather: bool) -> Tensor:
-    kernels, options = kernels_for(x)
-    return kernels.gmm(x, w, _sorted(table, block_m), gather=gather, **options)
+    kernels = kernels_for(x)
+    return kernels.gmm(x, w, _sorted(table, block_m), gather=gather)
 
 
 @_gmm.register_fake
@@ -53,8 +52,8 @@ def _(x, w, table, block_m, gather):
 def _gmm_swiglu(
     x: Tensor, w13: Tensor, bias13: Tensor | None, table: Table, block_m: int, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    kernels, options = kernels_for(x)
-    return kernels.gmm_swiglu(x, w13, bias13, _sorted(table, block_m), limit=limit, **options)
+    kernels = kernels_for(x)
+    return kernels.gmm_swiglu(x, w13, bias13, _sorted(table, block_m), limit=limit)
 
 
 @_gmm_swiglu.register_fake
@@ -73,10 +72,8 @@ def _gmm_dswiglu(
     block_m: int,
     limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernels, options = kernels_for(h)
-    return kernels.gmm_dswiglu(
-        dout, w2, h, weights, _sorted(table, block_m), limit=limit, **options
-    )
+    kernels = kernels_for(h)
+    return kernels.gmm_dswiglu(dout, w2, h, weights, _sorted(table, block_m), limit=limit)
 
 
 @_gmm_dswiglu.register_fake
@@ -90,8 +87,8 @@ def _(dout, w2, h, weights, table, block_m, limit):
 def _gmm_wgrad(
     dy: Tensor, x: Tensor, table: Table, block_m: int, gather_dy: bool, gather_x: bool, bias: bool
 ) -> tuple[Tensor, Tensor]:
-    kernels, options = kernels_for(x)
-    options |= {"gather_dy": gather_dy, "gather_x": gather_x, "bias": bias}
+    kernels = kernels_for(x)
+    options = {"gather_dy": gather_dy, "gather_x": gather_x, "bias": bias}
     found = kernels.gmm_wgrad(dy, x, _sorted(table, block_m), **options)
     return found if bias else (found, dy.new_empty(0, 0, dtype=_wide(dy)))
 
@@ -116,8 +113,8 @@ def _gmm_wgrad_into(
     accumulate: bool,
     bias: bool,
 ) -> Tensor:
-    kernels, options = kernels_for(x)
-    options |= {"gather_dy": gather_dy, "gather_x": gather_x, "bias": bias}
+    kernels = kernels_for(x)
+    options = {"gather_dy": gather_dy, "gather_x": gather_x, "bias": bias}
     options |= {"out": out, "accumulate": accumulate}
     found = kernels.gmm_wgrad(dy, x, _sorted(table, block_m), **options)
     return found[1] if bias else dy.new_empty(0, 0, dtype=_wide(dy))

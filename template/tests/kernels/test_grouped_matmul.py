@@ -450,12 +450,21 @@ def test_ops_run_the_kernels_here(monkeypatch):
     b, seen = bank("plain"), []
     monkeypatch.setattr(grouped_matmul, "gmm", lambda *a, **k: seen.append(k) or b.x.new_zeros(2))
     ops.gmm(b.x, b.w13, b.sorted, gather=True)
-    assert seen == [{"gather": True, "precision": "ieee"}]
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    ops.gmm(b.x, b.w13, b.sorted, gather=True)
-    assert seen[1]["precision"] == "tf32"
+    assert len(seen) == 1
     ops.gmm(b.x.double(), b.w13.double(), b.sorted, gather=True)
-    assert len(seen) == 2
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [("highest", "ieee"), ("high", "tf32")])
+def test_float32_products_follow_the_setting_of_torch(asked, wanted):
+    b, launches = bank("plain"), []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(asked)
+    try:
+        grouped_matmul.gmm(b.x, b.w13, b.sorted, gather=True, run=launches.append)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [launch.constants["PRECISION"] for launch in launches] == [wanted]
 
 
 def test_ops_without_triton():
