@@ -1,6 +1,7 @@
 """The router against a loop over tokens in float64, with gradients, and against transformers'."""
 
 import math
+import shutil
 import warnings
 from dataclasses import replace
 from fractions import Fraction
@@ -15,6 +16,7 @@ from curry_train.rules import problems
 from curry_train.testing import assert_same
 
 E, D, B, S = 8, 6, 3, 10
+COMPILERS = ("g++", "clang++", "c++")
 PLAIN = ModelConfig(
     hidden_size=D, num_experts=E, num_experts_per_tok=3, router_z_loss_coef=0.1,
     drop_policy="position",
@@ -443,6 +445,21 @@ def test_the_router_is_one_graph_for_the_compiler(case):
         assert torch.equal(found.expert_ids, wanted.expert_ids)
         assert torch.equal(found.weights, wanted.weights)
         assert torch.equal(found.aux_loss, wanted.aux_loss)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", ["capacity by position", "capacity by weight", "expert choice"])
+def test_compiled_code_drops_what_plain_code_drops(case):
+    router = filled(replace(CASES[case], num_experts_per_tok=2)).float()
+
+    def ids_and_weights(x):  # with more outputs, inductor orders its reads otherwise
+        routing = router(x)
+        return routing.expert_ids, routing.weights
+
+    x = torch.randn(2, 64, D, dtype=torch.float32, requires_grad=True)
+    (ids, weights), (wanted_ids, wanted) = torch.compile(ids_and_weights)(x), ids_and_weights(x)
+    assert (wanted_ids < 0).any() and torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted)
 
 
 def test_no_tokens_are_routed_to_nobody():

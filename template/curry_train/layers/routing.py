@@ -317,9 +317,7 @@ def chosen_tokens(scores_BSE: Tensor, limit_B: Tensor, pad_mask: Tensor | None) 
     if pad_mask is not None:
         scores_BSE = scores_BSE.masked_fill(~pad_mask[..., None], -1)
     order = scores_BSE.detach().sort(dim=1, descending=True, stable=True).indices
-    place = torch.arange(order.shape[1], device=order.device)[:, None]
-    taken = (place < limit_B[:, None, None]).expand_as(order)
-    chosen = torch.zeros_like(taken).scatter_(1, order, taken)
+    chosen = order.argsort(1) < limit_B[:, None, None]
     return chosen if pad_mask is None else chosen & pad_mask[..., None]
 
 
@@ -340,7 +338,9 @@ def within_capacity(ids_BSK: Tensor, weights_BSK: Tensor, limit_B: Tensor, polic
     begin = torch.searchsorted(queued, queued)
     place = torch.arange(flat.shape[1], device=flat.device) - begin
     kept = place < limit_B[:, None]
-    return torch.zeros_like(kept).scatter_(1, order.gather(1, by_expert), kept).view_as(ids_BSK)
+    # Back to the order of choices by a gather. Of a scatter into zeros, code that torch.compile
+    # makes (inductor of torch 2.13, CPU) read the zeros before the scatter had filled them.
+    return kept.gather(1, order.gather(1, by_expert).argsort(1)).view_as(ids_BSK)
 
 
 def count_choices(ids_BSK: Tensor, experts: int) -> Tensor:
