@@ -96,8 +96,9 @@ def test_a_look_ahead_inside_chunks_is_named_wherever_they_end(size, tmp_path):
     [
         ("x = self.embedding(ids)", "x = self.embedding(ids * 0)"),
         ("randint(0, 9, (3, 10))", "zeros(3, 10, dtype=torch.int64)"),
+        ("randint(0, 9, (3, 10))", "randint(0, 9, (3, 1))"),
     ],
-    ids=["tokens are not read", "one token only"],
+    ids=["tokens are not read", "one token only", "sequences of one token"],
 )
 def test_a_probe_that_reaches_nothing_is_unclear(right, wrong, tmp_path):
     assert right in TARGET
@@ -167,6 +168,20 @@ def test_a_project_equals_formula_and_transformers(name, project):
     heads = 24 + 8 if name == "latent" else 2 * 2 * 32
     item = 2 if "bf16" in SETTINGS[name] else 4
     assert report["numbers"]["kv_cache"]["bytes_per_token"] == 2 * heads * item
+
+
+def test_spiking_attention_is_probed_and_keeps_no_keys(project, tmp_path):
+    words = ["--set", "model=tiny_spiking", "data.seq_len=128", "data.global_batch_size=1"]
+    for planted, verdict in (("distance >= 0", "pass"), ("distance >= -1", "fail")):
+        copy = tmp_path / verdict
+        shutil.copytree(project, copy, ignore=shutil.ignore_patterns("runs", ".cache"))
+        path = copy / "curry_train/layers/spiking_attention.py"
+        assert "distance >= 0" in path.read_text()
+        path.write_text(path.read_text().replace("distance >= 0", planted))
+        done = processes.run(GQA_ATTENTION, "--project", copy, *words, "--json", cwd=copy)
+        report = json.loads(done.stdout)
+        assert {c["id"]: c["verdict"] for c in report["checks"]}["attention-causal"] == verdict
+        assert "kv_cache" not in report["numbers"]
 
 
 def test_q_k_norm_and_its_effect_are_in_the_numbers(project):

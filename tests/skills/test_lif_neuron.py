@@ -280,6 +280,12 @@ def test_a_setting_that_breaks_the_project_is_named(setting, name, project):
     assert code == 1 and verdicts(report)[name] == "fail", report["checks"]
 
 
+def test_a_compiled_project_is_refused(project):
+    words = ["--project", project, "--set", "model=tiny_spiking", "compile=true"]
+    done = processes.run(SCRIPT, *words, cwd=project)
+    assert done.returncode == 2 and "add --set compile=false" in done.stderr
+
+
 def test_the_thresholds_stand_in_the_skill():
     body = (SCRIPT.parents[1] / "SKILL.md").read_text(encoding="utf-8")
     for key, value in lif_neuron.THRESHOLDS.items():

@@ -156,3 +156,12 @@ def attention(
         outputs.append(share @ v[:, :, head])
     joined = torch.cat(outputs, -1)
     return linear(weights, "o_proj", joined), largest, entropy / c.num_attention_heads
+
+
+def stir(module: Any) -> None:
+    """Move biases, sinks and weights of norms in place: at their start, 0 or 1, none of them shows
+    when it is left out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for vector in (p for p in module.parameters() if p.dim() == 1):
+        vector += 0.5 * torch.rand(vector.shape, generator=generator, dtype=vector.dtype)

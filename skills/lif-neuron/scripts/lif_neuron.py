@@ -94,6 +94,12 @@ def measure(call: cli.Invocation) -> Report:
     args = call.args
     call.expect(None, f"then {args.steps} steps of training and {args.batches} batches")
     target = call.load_target()
+    if target.kind == "project" and target.runtime.config.compile:
+        raise UsageError(
+            "compile=true: a compiled block does not show its neurons' gradients",
+            "they are measured in plain blocks",
+            "add --set compile=false",
+        )
     report = Report(SKILL)
     with preserved(target), user_code("a forward or backward pass of the target"):
         train(target, args.steps, call)
