@@ -198,7 +198,7 @@ def watch(name: str, module: Any, calls: dict[str, list[tuple[Any, Any]]]) -> li
     arrived: list[Any] = []
 
     def before(_: Any, inputs: tuple) -> tuple | None:
-        current = inputs[0] if inputs else None
+        current: Any = inputs[0] if inputs else None
         grows = isinstance(current, torch.Tensor) and current.is_floating_point()
         if grows and torch.is_grad_enabled() and not current.requires_grad:
             current = current.detach().requires_grad_()

@@ -46,7 +46,7 @@ class Bank:
             if "down" in name:
                 found[f"down{kind}"] = tensor
                 continue
-            part = getattr(self.module, owner) if owner else None
+            part: Any = getattr(self.module, owner) if owner else None
             if hasattr(part, "parts"):
                 halves = part.parts(tensor)
                 gate, up = halves["gate_proj"], halves["up_proj"]
