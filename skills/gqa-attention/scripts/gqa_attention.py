@@ -314,7 +314,7 @@ def judge_parity(report: Report, layers: list[Layer]) -> None:
             "attention-transformers",
             "peers",
             "transformers' layer",
-            "not installed or no such layer",
+            "transformers is not installed, or has no layer with these settings",
         ),
     ):
         known = [layer for layer in layers if getattr(layer, key) is not None]
