@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curry_train.kernels import reference_loss
-from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, aot_case, run_on_gpu
+from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, run_on_gpu
 from curry_train.kernels.reference_loss import IGNORE
 
 ELEMENTS = 4096
@@ -266,23 +266,3 @@ linear_cross_entropy = functools.partial(
     reference_loss.linear_cross_entropy, rows=linear_cross_entropy_rows
 )
 """`reference_loss.linear_cross_entropy` on a GPU. Not differentiable: see `routing_ops`."""
-
-
-def aot_cases() -> list[dict]:
-    """Return what real models launch, as plain data; see tests/kernels/aot.py."""
-    targets = ("sm_80", "sm_90", "sm_100", "gfx942")
-    cases = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for vocab in (512, 50257, 151936):
-            options = {"z": 1e-4}
-            if vocab == 50257:
-                options = {"z": 1e-4, "smoothing": 0.1, "softcap": 30.0}
-            logits = torch.empty(4096, vocab, dtype=dtype, device="meta")
-            target = torch.empty(4096, dtype=torch.int64, device="meta")
-            noted: list[Launch] = []
-            loss, *saved = cross_entropy_rows(logits, target, **options, run=noted.append)
-            cross_entropy_rows_bwd(loss, None, logits, target, *saved, **options, run=noted.append)
-            for launch in noted:
-                name = f"{launch.kernel.__name__}-{vocab}-{str(dtype).removeprefix('torch.')}"
-                cases.append(aot_case(name, targets, launch, dot=False, copies=False))
-    return cases

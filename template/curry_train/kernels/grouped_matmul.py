@@ -440,10 +440,3 @@ def gmm_wgrad(
     constants = {"TOP_K": constants["TOP_K"], "GATHER": gather_dy, "BLOCK_N": 64, "BLOCK_K": 64}
     run(Launch(sum_rows_kernel, E * triton.cdiv(N, 64), arguments, constants, 4, 2))
     return dw, db
-
-
-def aot_cases() -> list[dict]:
-    """Return what real models launch on each architecture, as plain data."""
-    from curry_train.kernels.grouped_cases import cases
-
-    return cases()

@@ -19,15 +19,6 @@ from curry_train.kernels.tuning import Tile
 UNSPECIALISED = ["R", "T", "tiles"]
 """Arguments that follow the token count: a kernel must not be compiled again for their value."""
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-}
-
 
 class Launch(NamedTuple):
     """One kernel launch over a one-dimensional grid; constants are compiled in."""
@@ -114,42 +105,3 @@ def run_on_gpu(launch: Launch) -> None:
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )
-
-
-def aot_case(name: str, targets: tuple[str, ...], launch: Launch, *, dot: bool, copies: bool):
-    """Return the launch as the plain data that an ahead-of-time compile needs.
-
-    Follows how Triton specialises a call: None and the int 1 become constants, pointers and ints
-    divisible by 16 are marked as such, but for UNSPECIALISED. Shapes: any, tensors may be meta.
-    """
-    signature, constexprs, divisible = {}, dict(launch.constants), []
-    for parameter in launch.kernel.arg_names:
-        if parameter in launch.constants:
-            signature[parameter] = "constexpr"
-            continue
-        value = launch.arguments[parameter]
-        fixed = parameter in UNSPECIALISED
-        if value is None or (isinstance(value, int) and value == 1 and not fixed):
-            signature[parameter] = "constexpr"
-            constexprs[parameter] = value
-        elif isinstance(value, Tensor):
-            signature[parameter] = TYPES[value.dtype]
-            divisible.append(parameter)
-        elif isinstance(value, float):
-            signature[parameter] = "fp32"
-        else:
-            signature[parameter] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not fixed:
-                divisible.append(parameter)
-    return {
-        "name": name,
-        "kernel": launch.kernel.__name__,
-        "targets": targets,
-        "signature": signature,
-        "constexprs": constexprs,
-        "divisible": tuple(divisible),
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "dot": dot,
-        "copies": copies,
-    }

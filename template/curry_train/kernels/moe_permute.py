@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, aot_case, run_on_gpu
+from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, run_on_gpu
 from curry_train.kernels.reference import Sorted
 from curry_train.kernels.reference_routing import check_combine, check_ids, check_sort, tile_bound
 
@@ -266,33 +266,3 @@ def moe_combine(
     grid = triton.cdiv(T, constants["BLOCK_T"]) * triton.cdiv(D, block_d)
     run(Launch(combine_kernel, grid, arguments, constants, num_warps=4, num_stages=1))
     return out
-
-
-EVERYWHERE = ("sm_80", "sm_90", "sm_100", "gfx942")
-
-
-def aot_cases() -> list[dict]:
-    """Return what real models launch, as plain data; see tests/kernels/aot.py."""
-    launches: dict[str, Launch] = {}
-    for experts, k in ((8, 2), (128, 8), (512, 16)):
-        ids = torch.empty(4096, k, dtype=torch.int32, device="meta")
-        noted: list[Launch] = []
-        moe_sort(ids, experts, 128, run=noted.append)
-        launches |= {f"sort-{launch.kernel.__name__}-{experts}": launch for launch in noted}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        y = torch.empty(32768, 2048, dtype=dtype, device="meta")
-        inverse = torch.empty(4096, 8, dtype=torch.int32, device="meta")
-        weights = torch.empty(4096, 8, device="meta")
-        name = str(dtype).removeprefix("torch.")
-        for title, extra in (
-            ("plain", (None, None)),
-            ("weighted", (weights, None)),
-            ("weighted-base", (weights.to(dtype), y[:4096])),
-        ):
-            noted = []
-            moe_combine(y, inverse, *extra, run=noted.append)
-            launches[f"combine-{title}-{name}"] = noted[0]
-    return [
-        aot_case(name, EVERYWHERE, launch, dot=False, copies=False)
-        for name, launch in launches.items()
-    ]

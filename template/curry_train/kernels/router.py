@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, aot_case, run_on_gpu
+from curry_train.kernels.launches import UNSPECIALISED, Launch, Run, run_on_gpu
 from curry_train.kernels.reference_routing import (
     NORM_EPS,
     check_lse,
@@ -336,34 +336,3 @@ def router_topk_bwd(
     grid = triton.cdiv(tokens, constants["BLOCK_T"])
     run(Launch(router_topk_bwd_kernel, grid, arguments, constants, num_warps=4, num_stages=1))
     return dlogits
-
-
-EVERYWHERE = ("sm_80", "sm_90", "sm_100", "gfx942")
-MODELS = {
-    "qwen3-30b-a3b": (128, 8, {}),
-    "deepseek-v2-lite": (64, 6, {"norm": False}),
-    "deepseek-v2": (160, 6, {"groups": 8, "group_topk": 3, "group_score": "max", "norm": False}),
-    "deepseek-v3": (256, 8, {"groups": 8, "group_topk": 4, "score": "sigmoid", "scale": 2.5}),
-    "largest": (512, 16, {"score": "sigmoid"}),
-}
-"""E, K and options of models, which differ in what is compiled."""
-
-
-def aot_cases() -> list[dict]:
-    """Return what real models launch, as plain data; see tests/kernels/aot.py."""
-    cases = []
-    for name, (experts, k, options) in MODELS.items():
-        logits = torch.empty(4096, experts, device="meta")
-        bias = logits[0] if options.get("score") == "sigmoid" else None
-        pad_mask = torch.empty(4096, dtype=torch.bool, device="meta")
-        launches: list[Launch] = []
-        weights, ids, lse = router_topk(
-            logits, bias, k, pad_mask=pad_mask, **options, run=launches.append
-        )
-        options = {key: options[key] for key in ("score", "norm", "scale") if key in options}
-        router_topk_bwd(weights, lse, logits, ids, lse, **options, run=launches.append)
-        cases += [
-            aot_case(f"{title}-{name}", EVERYWHERE, launch, dot=False, copies=False)
-            for title, launch in zip(("router", "router-bwd"), launches, strict=True)
-        ]
-    return cases

@@ -18,12 +18,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from curry_train.kernels.grouped_cases import Product
+from curry_train.kernels.reference_routing import moe_sort
 
 FILE_VARIABLE = "CURRY_TILES"
 BUCKETS = (16, 32, 64, 128)
@@ -192,6 +191,61 @@ def candidates(kernel: str, arch: str, dtype: torch.dtype, block_m: int) -> Iter
             yield tile
 
 
+class Product(NamedTuple):
+    """A call of a launcher on ready inputs; call(tile=..., run=..., precision=...) launches it."""
+
+    name: str
+    kernel: str
+    N: int
+    K: int
+    call: Callable[..., Any]
+
+
+def bank_products(
+    T: int,
+    D: int,
+    F: int,
+    E: int,
+    K: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_m: int,
+    limit: float | None = None,
+    bias: bool = False,
+) -> list[Product]:
+    """Return the products of a bank of E experts for T tokens that choose K of them at random.
+
+    Shapes: T tokens, D width, F hidden width; w13 [E, 2F, D], w2 [E, D, F]. Deterministic for a
+    seed of torch; on the meta device nothing is computed.
+    """
+    from curry_train.kernels import grouped_matmul as triton
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    ids = torch.randint(E, (T, K), device=device, dtype=torch.int32)
+    sorted = moe_sort(ids, E, block_m)
+    x, dout, weights = random(T, D), random(T, D), random(T, K)
+    w13, w2 = random(E, 2 * F, D) / D**0.5, random(E, D, F) / F**0.5
+    h, a = random(T * K, 2 * F), random(T * K, F)
+    bias13 = random(E, 2 * F) if bias else None
+    call = functools.partial
+    back = call(triton.gmm_dswiglu, dout, w2, h, weights, sorted, limit=limit)
+    wgrad13 = call(triton.gmm_wgrad, h, x, sorted, gather_x=True, bias=bias)
+    wgrad2 = call(triton.gmm_wgrad, dout, a, sorted, gather_dy=True)
+    forward = call(triton.gmm_swiglu, x, w13, bias13, sorted, limit=limit)
+    dgrad = call(triton.gmm, h, w13.transpose(1, 2), sorted, gather=False)
+    return [
+        Product("gate_up", "gmm_swiglu", 2 * F, D, forward),
+        Product("down", "gmm", D, F, call(triton.gmm, a, w2, sorted, gather=False)),
+        Product("down_dgrad", "gmm_dswiglu", F, D, back),
+        Product("down_wgrad", "gmm_wgrad", D, F, wgrad2),
+        Product("gate_up_dgrad", "gmm", D, 2 * F, dgrad),
+        Product("gate_up_wgrad", "gmm_wgrad", 2 * F, D, wgrad13),
+    ]
+
+
 def measure_seconds(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """Return the median time of a call on a GPU, with its L2 cache cold.
 
@@ -222,7 +276,7 @@ def tune(
 
     A candidate that does not compile is passed over; one whose values differ from those of the
     table's tile by more than rounding is a compiler's error, named and passed over.
-    Shapes: products as `grouped_cases.bank_products` returns them; seconds(call) -> float.
+    Shapes: products as `bank_products` returns them; seconds(call) -> float.
     """
     entries = {}
     for product in products:
@@ -283,8 +337,6 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    from curry_train.kernels.grouped_cases import bank_products
-
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = next(dtype for dtype, name in DTYPES.items() if name == options.dtype)
     block_m = block_m_for(options.tokens * options.top_k, options.experts)

@@ -66,7 +66,7 @@ def test_the_kernel_files_are_found():
 def test_cases_have_the_form(path):
     module = aot.load(path)
     seen = set()
-    for case in module.aot_cases():
+    for case in aot.cases_of(path):
         name = case["name"]
         assert not set(case) - {*KEYS, "options"}, name
         for key, kind in KEYS.items():
@@ -96,7 +96,7 @@ def test_every_launched_kernel_has_a_case(path):
         if isinstance(node, ast.Call)
     }
     launched = {kernel.name for kernel in kernels} - called
-    cases = aot.load(path).aot_cases()
+    cases = aot.cases_of(path)
     assert launched
     for target in TARGETS:
         covered = {case["kernel"] for case in cases if target in case["targets"]}

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from curry_train.kernels import tuning
-from curry_train.kernels.grouped_cases import bank_products
 from curry_train.kernels.tuning import (
     BUCKETS,
     DTYPES,
     KERNELS,
     SHARED_BYTES,
     Tile,
+    bank_products,
     block_m_for,
     candidates,
     find_tile,
