@@ -109,7 +109,9 @@ def exact_activation(h: torch.Tensor, limit: float | None) -> torch.Tensor:
     gate, up = h[..., 0::2], h[..., 1::2]
     if limit is None:
         return gate / (1 + (-gate).exp()) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # where, not clamp: at the limit itself clamp has the gradient 1 or 0 by the version of torch.
+    gate = torch.where(gate > limit, limit, gate)
+    up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
 
 
