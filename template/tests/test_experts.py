@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from curry_train.kernels import backends, dispatch, expert_rows, row_products
+from curry_train.kernels import backends, dispatch, expert_rows, reference_routing, row_products
 from curry_train.kernels.experts import experts
-from curry_train.kernels.reference_routing import moe_sort
+from curry_train.kernels.reference_routing import moe_combine, moe_sort
 from curry_train.testing import assert_same
 
 NAMES = ("out", "x", "weights", "w13", "w2", "bias13")
@@ -171,20 +173,34 @@ def test_the_products_of_onednn_equal_those_of_mm(case, tokens, monkeypatch):
 @pytest.mark.parametrize("backend", ["grouped_mm", "sorted"])
 def test_the_path_of_a_gpu_knows_no_number_of_rows(backend, case, monkeypatch):
     # On a GPU nothing is read back: all R rows are handled, and those of no expert hold anything.
-    monkeypatch.setattr(backends, "sort_choices", expert_rows._sort_on_device)
+    monkeypatch.setattr(backends, "sort_choices", functools.partial(moe_sort, block_m=16))
     monkeypatch.setattr(backends, "used_rows", lambda sorted: sorted.order.shape[0])
-    monkeypatch.setattr(backends, "combine_rows", expert_rows._combine_on_device)
+    monkeypatch.setattr(backends, "combine_rows", moe_combine)
     tensors, ids = problem(*SHAPES["plain"], case)
     held_against_float64(backend, torch.float32, tensors, ids)
 
 
 @pytest.mark.parametrize("case", IDS)
 @pytest.mark.parametrize("num_experts", [5, 70_000])
-def test_both_sorts_give_what_the_twin_gives(case, num_experts):
+def test_the_sort_of_a_cpu_gives_what_the_twin_gives(case, num_experts):
     ids = IDS[case](40, 2, 5)
     wanted = moe_sort(ids, num_experts, 16)[:4]
     assert all(map(torch.equal, expert_rows.sort_choices(ids, num_experts)[:4], wanted))
-    assert all(map(torch.equal, expert_rows._sort_on_device(ids, num_experts)[:4], wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_the_path_of_a_gpu_reads_nothing_back(tokens, dtype):
+    """A meta tensor has no values: what asks for one raises. Shapes are those of a CPU."""
+    found = []
+    for device in ("meta", "cpu"):
+        ids = torch.zeros(tokens, 2, dtype=torch.int64, device=device)
+        y = torch.zeros(2 * tokens, 8, dtype=dtype, device=device)
+        sorted = expert_rows.sort_choices(ids, 5)
+        out = expert_rows.combine_rows(y, sorted.inverse, y[:tokens, :2])
+        assert all(t.device.type == device for t in (*sorted[:7], out))
+        found.append([(t.shape, t.dtype) for t in (*sorted[:7], out)])
+    assert found[0] == found[1]
 
 
 def test_sizes_of_onednn_products_are_few():
@@ -400,9 +416,10 @@ def test_float64_takes_weights_in_float32(backend):
     assert_same({"out": out, "w": found_grad}, {"out": wanted, "w": wanted_grad}, tolerance=1e-7)
 
 
-def test_an_id_out_of_range_is_no_expert_where_the_host_does_not_look():
+def test_an_id_out_of_range_is_no_expert_where_the_host_does_not_look(monkeypatch):
+    monkeypatch.setattr(reference_routing, "looks", lambda tensor, validate: False)
     ids = torch.tensor([[0, 5], [-3, 1], [3, 4]])
-    found = expert_rows._sort_on_device(ids, 4)
+    found = moe_sort(ids, 4, 16)
     wanted = expert_rows.sort_choices(ids.where((ids >= 0) & (ids < 4), -1), 4)
     for name in ("order", "inverse", "offsets", "counts"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name

@@ -3,7 +3,7 @@
 What `grouped_mm` and `sorted` do around their products. On the CPU each step is one library call
 that was measured against its alternatives: numpy's radix sort takes a twentieth of torch's stable
 sort, and embedding_bag adds the rows of a token without a copy of them, in a thirtieth of the time
-of indexing and summing.
+of indexing and summing. Elsewhere the twins of the kernels sort and combine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from curry_train.kernels.reference import Sorted
+from curry_train.kernels.reference_routing import moe_combine, moe_sort
 
 
 def sort_choices(ids: Tensor, num_experts: int) -> Sorted:
@@ -24,7 +25,7 @@ def sort_choices(ids: Tensor, num_experts: int) -> Sorted:
     and such an id is no expert.
     """
     if ids.device.type != "cpu":
-        return _sort_on_device(ids, num_experts)
+        return without_tiles(*moe_sort(ids, num_experts, block_m=128)[:4])
     flat = ids.numpy().reshape(-1)
     if flat.size:
         low, high = int(flat.min()), int(flat.max())
@@ -45,18 +46,6 @@ def sort_choices(ids: Tensor, num_experts: int) -> Sorted:
     inverse[order[offsets[-1] :]] = -1
     order, inverse, offsets, counts = map(torch.from_numpy, (order, inverse, offsets, counts))
     return without_tiles(order, inverse.view(ids.shape), offsets, counts)
-
-
-def _sort_on_device(ids: Tensor, num_experts: int) -> Sorted:
-    nobody = (ids < 0) | (ids >= num_experts)
-    keys = torch.where(nobody, num_experts, ids).flatten().to(torch.int32)
-    ranked, order = keys.sort(stable=True)
-    edges = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
-    offsets = torch.searchsorted(ranked, edges, out_int32=True)
-    rows = torch.arange(keys.numel(), dtype=torch.int32, device=ids.device)
-    inverse = torch.empty_like(rows).index_copy_(0, order, rows)
-    inverse = torch.where(keys == num_experts, -1, inverse)
-    return without_tiles(order.to(torch.int32), inverse.view(ids.shape), offsets, offsets.diff())
 
 
 def without_tiles(order: Tensor, inverse: Tensor, offsets: Tensor, counts: Tensor) -> Sorted:
@@ -85,7 +74,7 @@ def combine_rows(y: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     dtype of y, summed in float32 at least, without atomics.
     """
     if y.device.type != "cpu":
-        return _combine_on_device(y, inverse, weights)
+        return moe_combine(y, inverse, weights)
     if weights is not None:
         weights = weights.to(y.dtype)
     whole = inverse.numel() == y.shape[0]
@@ -101,18 +90,6 @@ def combine_rows(y: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
         flat = inverse[held]
         scale = None if weights is None else weights[held]
     return torch.embedding_bag(y, flat, bags, False, 0, False, scale)[0]
-
-
-def _combine_on_device(y: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    out = y.new_zeros(inverse.shape[0], y.shape[1], dtype=wide)
-    for choice in range(inverse.shape[1]):
-        row = inverse[:, choice]
-        part = y.index_select(0, row.clamp(min=0)).to(wide)
-        if weights is not None:
-            part = part * weights[:, choice, None].to(wide)
-        out += torch.where(row[:, None] >= 0, part, 0)
-    return out.to(y.dtype)
 
 
 def expert_rows(bias: Tensor, sorted: Sorted, rows: int) -> Tensor:
