@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from curry_train.config import Config, ModelConfig
+from curry_train.kernels.reference_routing import largest
 from curry_train.layers import routing
-from curry_train.layers.routing import TopKRouter, largest, move_correction_biases
+from curry_train.layers.routing import TopKRouter, move_correction_biases
 from curry_train.rules import problems
 from curry_train.testing import assert_same
 
@@ -200,12 +201,11 @@ def weight_of_the_biased_score(monkeypatch):
 
 
 def best_instead_of_top2(monkeypatch):
-    def best_experts(self, logits, scores):
-        self.group_score = "max"
-        return real(self, logits, scores)
+    def best_experts(*arguments):
+        return real(*arguments[:-1], "max")
 
-    real = TopKRouter.best_experts
-    monkeypatch.setattr(TopKRouter, "best_experts", best_experts)
+    real = routing.best_experts
+    monkeypatch.setattr(routing, "best_experts", best_experts)
 
 
 def capacity_over_the_batch(monkeypatch):
@@ -383,6 +383,9 @@ def test_the_operator_that_a_gpu_uses_chooses_the_same_with_gradients(case, pad_
 def test_ties_go_to_the_lowest_id_in_choice_groups_and_capacity():
     values = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     assert largest(values, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
+    closed = torch.tensor([False, True, False, False, False])
+    assert largest(values, 3, closed).tolist() == [[2, 4, 3], [0, 2, 3]]
+    assert largest(values - torch.inf, 3, closed).tolist() == [[0, 2, 3], [0, 2, 3]]
     for config in CASES.values():
         router = TopKRouter(replace(config, correction_bias=False))
         for parameter in router.parameters():

@@ -131,12 +131,8 @@ def router_topk(
         lowest = torch.finfo(logits.dtype).min
         biased = scores if bias is None else scores + bias
         choice = (logits if bias is None else biased).nan_to_num(lowest, None, lowest)
-        if groups > 1:
-            biased = biased.nan_to_num(lowest, None, -torch.inf)
-            allowed = _allowed_groups(biased, groups, group_topk, group_score)
-            choice = choice.masked_fill(~allowed, -torch.inf)
-        # A stable sort, not topk: topk leaves the order of ties to the device.
-        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        biased = biased.nan_to_num(lowest, None, -torch.inf)
+        ids = best_experts(choice, biased, k, groups, group_topk, group_score)
     weights = scores.gather(1, ids)
     if norm:
         weights = weights / (weights.sum(-1, keepdim=True) + NORM_EPS)
@@ -150,13 +146,38 @@ def router_topk(
     return weights, ids, lse
 
 
-def _allowed_groups(biased: Tensor, groups: int, group_topk: int, group_score: str) -> Tensor:
-    """Return bool [T, E]: the experts of each token's best groups by biased scores [T, E]."""
-    members = biased.unflatten(1, (groups, -1))
-    best = members.topk(2 if group_score == "top2" else 1, dim=-1).values.sum(-1)
-    chosen = best.sort(dim=-1, descending=True, stable=True).indices[:, :group_topk]
-    mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
-    return mask.repeat_interleave(members.shape[-1], dim=1)
+def best_experts(
+    choice: Tensor, biased: Tensor, k: int, groups: int, group_topk: int, group_score: str
+) -> Tensor:
+    """Return the ids int64 [..., K] of the best experts, of the best groups if there are any.
+
+    Shapes: choice [..., E] compares experts, biased [..., E] makes the scores of groups.
+    """
+    closed = None
+    if groups > 1:
+        members = biased.unflatten(-1, (groups, -1))
+        best = members.topk(2 if group_score == "top2" else 1).values.sum(-1)
+        chosen = largest(best, group_topk)
+        closed = (chosen[..., None] != torch.arange(groups, device=best.device)).all(-2)
+        closed = closed.repeat_interleave(members.shape[-1], -1)
+    return largest(choice, k, closed)
+
+
+def largest(values: Tensor, count: int, closed: Tensor | None = None) -> Tensor:
+    """Return the ids int64 [..., count] of the largest of values [..., E], the best first.
+
+    Ties go to the lowest id and NaN comes first; closed bool [..., E] takes ids out of the choice.
+    torch.topk leaves the order of ties to the device; a stable sort would keep it and take three
+    times as long as these few rounds.
+    """
+    # Even -inf is above what is closed or taken.
+    left, found = values.clamp(min=torch.finfo(values.dtype).min), []
+    if closed is not None:
+        left.masked_fill_(closed, -torch.inf)
+    for _ in range(count):
+        found.append(left.argmax(-1, keepdim=True))
+        left.scatter_(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
 
 
 def check_router_bwd(

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from curry_train.config import ModelConfig
 from curry_train.kernels import routing_ops
-
-NORM_EPS = 1e-20
-"""Keeps weights that all underflow at 0 instead of NaN. Source: DeepSeek-V3's gate."""
+from curry_train.kernels.reference_routing import NORM_EPS, best_experts
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,12 @@ class TopKRouter(nn.Module):
                 turns = turns[:, None] * self.experts_per_token + choice
                 ids = (turns % experts).expand(len(scores_BSE), -1, -1)
             else:
-                ids = self.best_experts(logits_BSE.detach(), scores_BSE.detach())
+                # Logits order as scores do and cannot tie by rounding; a bias needs scores.
+                bias, biased = self.e_score_correction_bias, scores_BSE.detach()
+                biased = biased if bias is None else biased + bias.to(biased.dtype)
+                choice = logits_BSE.detach() if bias is None else biased
+                of_groups = self.groups, self.top_groups, self.group_score
+                ids = best_experts(choice, biased, self.experts_per_token, *of_groups)
             weights = scores_BSE.gather(-1, ids)
             if pad_mask is not None:
                 ids = ids.masked_fill(~pad_mask[..., None], -1)
@@ -204,24 +207,6 @@ class TopKRouter(nn.Module):
         )
         shape = (*logits_BSE.shape[:2], self.experts_per_token)
         return ids.long().view(shape), weights.view(shape)
-
-    def best_experts(self, logits_BSE: Tensor, scores_BSE: Tensor) -> Tensor:
-        """Return the ids int64 [B, S, K] of the best experts, of the best groups if there are any.
-
-        Logits order as scores do and cannot tie by rounding; a bias needs scores.
-        """
-        bias = self.e_score_correction_bias
-        biased = scores_BSE if bias is None else scores_BSE + bias.to(scores_BSE.dtype)
-        choice = logits_BSE if bias is None else biased
-        if self.groups > 1:
-            members = biased.unflatten(-1, (self.groups, -1))
-            best = members.topk(2 if self.group_score == "top2" else 1).values.sum(-1)
-            groups = largest(best, self.top_groups)
-            every = torch.arange(self.groups, device=best.device)
-            open_groups = (groups[..., None] == every).any(-2)
-            allowed = open_groups.repeat_interleave(members.shape[-1], -1)
-            choice = choice.masked_fill(~allowed, -torch.inf)
-        return largest(choice, self.experts_per_token)
 
     def fair_share(self, of_BSX: Tensor, pad_mask: Tensor | None) -> Tensor:
         """Return the tokens an expert takes, int64 [B], for a tensor of B and S.
@@ -295,19 +280,6 @@ def looks_ahead(config: ModelConfig) -> str | None:
         f" learns from its future: its loss looks better than its text will be; set {way}, unless"
         " the model is an encoder"
     )
-
-
-def largest(values: Tensor, count: int) -> Tensor:
-    """Return the ids int64 [..., count] of the largest of values [..., E], the best first.
-
-    Ties go to the lowest id and NaN comes first. torch.topk leaves the order of ties to the device;
-    a stable sort would keep it and take three times as long as these few rounds.
-    """
-    left, found = values.clone(), []
-    for _ in range(count):
-        found.append(left.argmax(-1, keepdim=True))
-        left.scatter_(-1, found[-1], -torch.inf)
-    return torch.cat(found, -1)
 
 
 def chosen_tokens(scores_BSE: Tensor, limit_B: Tensor, pad_mask: Tensor | None) -> Tensor:
