@@ -14,6 +14,8 @@ from curry_train.kernels import backends, dispatch
 from curry_train.kernels.backends import Bank, Needs
 from curry_train.kernels.reference import DTYPES, Sorted
 
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""By name: torch.compile of torch 2.11 cannot trace the question whether a device has autocast."""
 TABLES = 7
 """How many tensors of a Sorted travel from forward to backward."""
 
@@ -51,8 +53,8 @@ def experts(
     gradient.
     """
     device = x.device.type
-    available = torch.amp.is_autocast_available(device) and x.dtype != torch.float64
-    if available and torch.is_autocast_enabled(device):
+    castable = device in AUTOCAST_DEVICES and x.dtype != torch.float64
+    if castable and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, w13, w2 = x.to(dtype), w13.to(dtype), w2.to(dtype)
         bias13 = None if bias13 is None else bias13.to(dtype)

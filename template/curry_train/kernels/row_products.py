@@ -94,10 +94,23 @@ def onednn_is_faster() -> bool:
 
     On an AMD CPU with AVX-512 MKL runs its AVX2 code, at half the speed. Elsewhere it is even.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, ONEDNN_LINEAR):
-        return False
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and torch.backends.mkl.is_available() and _vendor() == "AuthenticAMD"
+    return (
+        onednn_is_known()
+        and wide
+        and torch.backends.mkl.is_available()
+        and _vendor() == "AuthenticAMD"
+    )
+
+
+def onednn_is_known() -> bool:
+    """Return whether this torch has the op below, on a oneDNN whose sums are known.
+
+    Before torch 2.13 a row was summed differently in products of other heights.
+    """
+    new = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+    available = torch.backends.mkldnn.is_available()
+    return new and available and hasattr(torch.ops.mkldnn, ONEDNN_LINEAR)
 
 
 ONEDNN_LINEAR = "_linear_pointwise"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from curry_train.config import ModelConfig
 from curry_train.kernels import routing_ops
+from curry_train.kernels.experts import AUTOCAST_DEVICES
 from curry_train.kernels.reference_routing import NORM_EPS, best_experts
 
 
@@ -261,7 +262,7 @@ def move_correction_biases(model: nn.Module, tokens_per_expert: Tensor) -> None:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Return a context in which autocast casts nothing, on devices that have it and others."""
-    if torch.amp.is_autocast_available(device_type):
+    if device_type in AUTOCAST_DEVICES:
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

@@ -25,8 +25,12 @@ def missing() -> str | None:
     """Return why no kernel can be interpreted here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton (Linux only)"
+    import triton
     from triton import language
     from triton.runtime import JITFunction
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return f"the interpreter of triton {triton.__version__} fails with NumPy 2.4; 3.7 does not"
 
     if isinstance(language.cdiv, JITFunction):
         return f"triton was imported before {HERE.name}/conftest.py could set {INTERPRET}"
