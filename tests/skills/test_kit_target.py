@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 
 import pytest
@@ -208,6 +210,15 @@ def test_a_file_inside_a_package_may_use_relative_imports(tmp_path):
         "def build():\n    return [model, batches, loss_fn]\n"
     )
     assert load(f"{package / 'entry.py'}:build", tmp_path).kind == "foreign"
+
+
+def test_a_file_changed_within_the_second_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for size in (3, 5):
+        path = write(tmp_path, f"def build(): return nn.Linear(4, {size}), batches, loss_fn")
+        os.utime(path, (1e9, 1e9))
+        assert load(f"{path}:build", tmp_path).model.out_features == size
+        sys.modules.pop("mine")
 
 
 def test_a_file_named_like_a_known_module_is_still_itself(tmp_path):

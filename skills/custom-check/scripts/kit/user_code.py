@@ -14,7 +14,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from .errors import UsageError
@@ -61,6 +61,16 @@ def load_function(spec: str, *, flag: str, project: Path) -> Callable[..., Any]:
     return function
 
 
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Never takes cached bytecode: it is stale when a file changes within the second it was read.
+
+    Python compares the size and the whole seconds of the time of change only.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import_file(path: Path, project: Path) -> ModuleType:
     """Import a file as `python FILE` or, inside a package, as the package's module would be."""
     root, parts = path.parent, [path.stem]
@@ -78,7 +88,7 @@ def _import_file(path: Path, project: Path) -> ModuleType:
         known = sys.modules.get(name)
         if known is not None and getattr(known, "__file__", None) == str(path):
             return known
-        loader = importlib.machinery.SourceFileLoader(name, str(path))
+        loader = _FromSource(name, str(path))
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
