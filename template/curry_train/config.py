@@ -235,6 +235,9 @@ class OptimConfig:
     """Global norm that gradients are clipped to; 0 clips nothing."""
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleaved_zb", "zbv", "dualpipev"]
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes of the mesh axes."""
@@ -252,7 +255,19 @@ class ParallelConfig:
     ep: Count = 1
     """Ranks that share the experts; divides dp_shard*cp*tp and is no factor of the world."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What dp_shard ranks divide: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."""
+    """What dp_shard*cp ranks divide: 0 nothing, 1 moments, 2 also gradients, 3 also parameters."""
+    reshard: Literal["auto"] | bool = "auto"
+    """Drop gathered parameters after each forward; auto: zero=3 does, split-backward never."""
+    schedule: Schedule = "1f1b"
+    """gpipe, 1f1b, interleaved1f1b, interleaved_zb, zbv or dualpipev; read when pp > 1."""
+    pp_split: Literal["auto"] | list[Count] = "auto"
+    """Blocks of each pipeline stage in model order, or auto: even by the cost of blocks and ends."""
+    overlap: bool = False
+    """Run dualpipev so that experts' messages travel while another micro-batch computes."""
+    cp_kind: Literal["ring", "all_gather"] = "ring"
+    """How cp ranks see each other's keys: passed round, or gathered at once."""
+    recompute: Literal["none", "full", "selective"] | Count = "none"
+    """Activations made again in backward: none, full, selective (cheap ops), or every n-th block."""
 
 
 @dataclass(frozen=True)
