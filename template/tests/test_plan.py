@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from curry_train import plan
+from curry_train import plan, sizes
 from curry_train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from curry_train.loss import token_sums
 from curry_train.models.protocol import build_model, count_parameters
@@ -52,7 +52,7 @@ VARIANTS = {
 @pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS)
 def test_parameter_counts_equal_the_built_model(model):
     built = build_model(Config(model=model), "meta")
-    assert plan.parameter_counts(model) == count_parameters(built)
+    assert sizes.parameter_counts(model) == count_parameters(built)
 
 
 def saved_bytes(config):
@@ -97,7 +97,7 @@ def test_masks_of_documents_are_counted_once_for_all_blocks(model):
 
 def test_estimate_of_the_other_parts_is_exact():
     config = Config(model=MOE)
-    padded = plan.parameter_counts(MOE)[0] + 2 * 63 * 128
+    padded = sizes.parameter_counts(MOE)[0] + 2 * 63 * 128
     parts = plan.estimate(config, 1)
     assert list(parts) == ["parameters", "gradients", "optimizer", "activations", "buffers"]
     assert parts["parameters"] == parts["gradients"] == 4 * padded
@@ -132,14 +132,14 @@ def test_flops_count_the_matrices_of_the_model(name):
         * (model.query_dim - model.value_dim)
         / 2
     )
-    full_scores = plan.flops_per_token(model, 64) + 6 * scores * 64 + padding
+    full_scores = sizes.flops_per_token(model, 64) + 6 * scores * 64 + padding
     assert counter.get_total_flops() / 64 == pytest.approx(full_scores, rel=0.03)
 
 
 def test_flops_of_attention_follow_the_keys_that_are_seen():
     def attention(model):
-        bare = plan.flops_per_token(model, 1)
-        return (plan.flops_per_token(model, 64) - bare) / (6 * 2 * 4 * 64)  # blocks, heads, A + A
+        bare = sizes.flops_per_token(model, 1)
+        return (sizes.flops_per_token(model, 64) - bare) / (6 * 2 * 4 * 64)  # blocks, heads, A + A
 
     seen = {
         window: sum(min(window, t + 1) for t in range(64)) / 64 - 1 for window in (1, 8, 32, 64)
@@ -157,7 +157,7 @@ def test_a_model_without_closed_forms_is_planned_as_far_as_it_is_known(monkeypat
     config = Config(model=BigramConfig(), devices=1)
     parts = plan.estimate(config, 1)
     assert parts["parameters"] == 4 * 257 * 257 and parts["activations"] is None
-    assert plan.flops_per_token(config.model, 128) is None
+    assert sizes.flops_per_token(config.model, 128) is None
     assert plan.print_plan(config) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == f"parameters: {257 * 257} (active {257 * 257})"

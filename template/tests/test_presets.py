@@ -5,7 +5,7 @@ import re
 import pytest
 from hugging_face import family, transformers_model
 
-from curry_train import plan
+from curry_train import plan, sizes
 from curry_train.compose import PROJECT, load_config
 from curry_train.models.protocol import build_model, count_parameters
 
@@ -38,7 +38,7 @@ def test_a_preset_has_its_published_size(name):
     config = load_config([f"model={name}"])
     model = config.model
     counted, counted_active = count_parameters(build_model(config, "meta"))
-    assert plan.parameter_counts(model) == (counted, counted_active)
+    assert sizes.parameter_counts(model) == (counted, counted_active)
     assert rounded(counted, total) == total
     lookup = model.vocab_size * model.hidden_size if without_embedding else 0
     if active is None:
