@@ -17,9 +17,9 @@ import torch
 from curry_train.command_line import refuse
 from curry_train.config import ConfigError
 from curry_train.data import DataError
-from curry_train.sizes import flops_per_token
 from curry_train.profiling import Spans, no_spans, peak_memory
 from curry_train.runtime import Runtime, build_runtime
+from curry_train.sizes import flops_per_token
 from curry_train.step import train_step
 
 # Dense bf16 peak in FLOP/s by device name, from the vendors' data sheets (without sparsity).

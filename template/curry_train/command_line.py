@@ -28,7 +28,7 @@ from curry_train.config import (
     sections,
     to_dict,
 )
-from curry_train.parallel.dims import batch_world, resolve
+from curry_train.parallel.dims import resolve
 from curry_train.rules import shown, value_of
 
 RANK_PATIENCE = 3.0
@@ -134,7 +134,7 @@ def _summary(config: Config) -> str:
     world = planned_world(config)
     if world is None:
         return tokens
-    size = resolve_micro_batch(config, batch_world(resolve(config.parallel, world)))
+    size = resolve_micro_batch(config, resolve(config.parallel, world).batch)
     return f"{tokens}, {world} process{'es' * (world > 1)} with micro-batches of {size}"
 
 

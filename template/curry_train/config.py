@@ -261,13 +261,13 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     """gpipe, 1f1b, interleaved1f1b, interleaved_zb, zbv or dualpipev; read when pp > 1."""
     pp_split: Literal["auto"] | list[Count] = "auto"
-    """Blocks of each pipeline stage in model order, or auto: even by the cost of blocks and ends."""
+    """Blocks of each pipeline stage in model order; auto: even by the cost of blocks and ends."""
     overlap: bool = False
     """Run dualpipev so that experts' messages travel while another micro-batch computes."""
     cp_kind: Literal["ring", "all_gather"] = "ring"
     """How cp ranks see each other's keys: passed round, or gathered at once."""
     recompute: Literal["none", "full", "selective"] | Count = "none"
-    """Activations made again in backward: none, full, selective (cheap ops), or every n-th block."""
+    """Activations made again in backward: none, full, selective (cheap ops) or every n-th block."""
 
 
 @dataclass(frozen=True)

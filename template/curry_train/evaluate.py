@@ -10,7 +10,9 @@ import torch
 from curry_train.data.loader import validation_batches
 from curry_train.loss import token_sums, zero_totals
 from curry_train.parallel import grads
+from curry_train.parallel.context_parallel import take
 from curry_train.runtime import Runtime
+from curry_train.step import count_once
 
 
 @torch.no_grad()
@@ -19,24 +21,30 @@ def evaluate(runtime: Runtime, stop: Callable[[], int] | None = None) -> dict[st
 
     Every held-out token is a label exactly once, whatever the ranks and batch sizes. Auxiliary
     losses do not count. Empty when `stop`, asked after every batch, says on all ranks to give up.
-    Group: batch; one all-reduce at the end.
+    Group: world; one all-reduce at the end.
     """
-    runtime.model.eval()
+    mesh = runtime.mesh
+    runtime.train(False)
     totals = zero_totals(runtime.device)
     batches = validation_batches(
         runtime.corpus,
         runtime.config.data,
         micro_batch_size=runtime.batches.micro_batch_size,
-        batch_rank=runtime.mesh.index("batch"),
-        batch_world=runtime.mesh.size("batch"),
+        batch_rank=mesh.index("batch"),
+        batch_world=mesh.size("batch"),
         device=runtime.device,
     )
-    for batch in batches:
-        totals += token_sums(runtime.model, batch).detached()
+    for whole in batches:
+        batch = take(whole, mesh.group("cp"))
+        if runtime.pipeline is None:
+            totals += token_sums(runtime.model, batch).detached()
+        else:
+            totals += runtime.pipeline.forward_sums(runtime, batch)
         if stop is not None and stop():
-            runtime.model.train()
+            runtime.train()
             return {}
-    runtime.model.train()
-    nll, _, _, count = grads.sum_counts(totals, runtime.mesh.group("batch")).tolist()
+    runtime.train()
+    totals = count_once(totals, mesh)
+    nll, _, _, count = grads.sum_counts(totals, mesh.group("world")).tolist()
     bits = nll / math.log(2.0)
     return {"val/loss": nll / count, "val/bpb": bits / runtime.corpus.val.bytes}

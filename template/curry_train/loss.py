@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from curry_train.data.loader import IGNORED, Batch
 from curry_train.kernels.routing_ops import cross_entropy_rows
+from curry_train.models.protocol import ModelOutput
+from curry_train.parallel.collectives import sum_forward
+from curry_train.parallel.tensor_parallel import vocab_parallel_nll
 
 
 class TokenSums(NamedTuple):
@@ -71,14 +74,30 @@ def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     and doc_ids int64 [B, S] when documents are masked.
     """
     out = model(batch["input_ids"], batch.get("position_ids"), batch.get("doc_ids"))
-    labels = batch["labels"]
+    return sums_of_output(model, out, batch["labels"])
+
+
+def sums_of_output(model: nn.Module, out: ModelOutput, labels: Tensor) -> TokenSums:
+    """Return the totals of what the model put out for labels int64 [B, S].
+
+    With tensor or context parallelism (`model.tp`, `model.cp`) nll and count are those of this
+    rank's tokens, and aux and z those of the whole sequences, equal on every rank that shares
+    them: each owes the gradient of its own tokens alone. Groups: tp, as vocab_parallel_nll; cp, one
+    all-reduce of [B].
+    """
+    tp, cp = getattr(model, "tp", None), getattr(model, "cp", None)
     wide = wide_dtype(labels.device)
-    nll = token_nll(out.logits.flatten(0, -2), labels.flatten()).sum(dtype=wide)
+    logits = out.logits.flatten(0, -2)
+    if tp is None:
+        nll = token_nll(logits, labels.flatten()).sum(dtype=wide)
+    else:
+        nll = vocab_parallel_nll(logits, labels.flatten(), tp).sum(dtype=wide)
     tokens_B = (labels != IGNORED).sum(1)
+    count, tokens_B = tokens_B.sum(), sum_forward(tokens_B, cp)
     zero = nll.new_zeros(())
     aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum(dtype=wide)
     z = zero if out.z_loss is None else (out.z_loss * tokens_B).sum(dtype=wide)
-    return TokenSums(nll, aux, z, tokens_B.sum(), out.tokens_per_expert)
+    return TokenSums(nll, aux, z, count, out.tokens_per_expert)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -15,12 +16,16 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2 and "embed_tokens" not in name and not name.endswith(".bias")
 
 
-def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig
+) -> torch.optim.AdamW:
     """Build fused AdamW over two groups, with and without weight decay, chosen by name.
+
+    named: canonical names and what this rank updates of them, [any shape].
 
     Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
     """
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    named = [(n, p) for n, p in named if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": optim.weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},

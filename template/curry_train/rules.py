@@ -21,7 +21,7 @@ import yaml
 from curry_train.checkpoint import CheckpointError, read_manifest
 from curry_train.config import RUN_NAME, Config, ModelConfig, build_config, known_settings
 from curry_train.data import DATASETS, vocab_size_of
-from curry_train.parallel.dims import batch_world, resolve
+from curry_train.parallel import dims as layout
 
 EXPECTED = {
     int: "an integer",
@@ -51,7 +51,7 @@ def problems(config: Config, world: int | None = None) -> list[str]:
         for key, (_, default) in known.items()
     }
     config = build_config(model, usable)
-    rules = [_lengths(config), _mesh(config, world), _places(config)]
+    rules = [_lengths(config), layout.refusals(config, world), _places(config)]
     if model is ModelConfig:
         kinds = (_decoder, _attention, _rotation, _routing)
         rules += [rule(config.model) for rule in kinds]
@@ -175,7 +175,7 @@ def _attention(model: ModelConfig) -> Refusals:
 def _grouped(model: ModelConfig) -> Refusals:
     heads = model.num_attention_heads
     if heads % model.num_key_value_heads:
-        fitting = _divisors(heads)
+        fitting = layout.divisors(heads)
         yield (
             "model.num_key_value_heads",
             f"does not divide model.num_attention_heads={heads}; set it to one of {fitting}",
@@ -294,12 +294,8 @@ def _yarn(model: ModelConfig) -> Refusals:
 
 def _routing(model: ModelConfig) -> Refusals:
     experts, chosen, groups = model.num_experts, model.num_experts_per_tok, model.n_group
-    if model.router_aux_loss_scope not in ("sequence", "micro_batch"):
-        yield (
-            "model.router_aux_loss_scope",
-            "allowed are sequence, micro_batch (global needs a second pass over the micro-batches"
-            " of a step, which this version does not make)",
-        )
+    if model.router_aux_loss_scope not in ("sequence", "micro_batch", "global"):
+        yield "model.router_aux_loss_scope", "allowed are sequence, micro_batch, global"
     if not experts:
         for name in MIXTURE_ONLY:
             default = getattr(ModelConfig, name)
@@ -346,7 +342,8 @@ def _groups(model: ModelConfig) -> Refusals:
     if experts % groups:
         yield (
             "model.n_group",
-            f"does not divide model.num_experts={experts}; set it to one of {_divisors(experts)}",
+            f"does not divide model.num_experts={experts}; set it to one of"
+            f" {layout.divisors(experts)}",
         )
         return
     size, open_groups = experts // groups, model.topk_group
@@ -378,41 +375,6 @@ def _lengths(config: Config) -> Refusals:
         yield "optim.min_lr", f"above the peak optim.lr={lr}; set optim.min_lr={lr / 10:g}, say"
 
 
-def _mesh(config: Config, world: int | None) -> Refusals:
-    parallel = config.parallel
-    refused = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(parallel, axis) > 1]
-    for axis in refused:
-        yield (
-            f"parallel.{axis}",
-            "not available in this version, which accepts only what is proved equal to one"
-            f" process; set parallel.{axis}=1",
-        )
-    if parallel.zero != 0:
-        yield "parallel.zero", "not available in this version; set parallel.zero=0"
-    if refused:
-        return
-    known = world or parallel.dp_replicate * max(parallel.dp_shard, 1)
-    try:
-        ranks = batch_world(resolve(parallel, known))
-    except ValueError as error:
-        yield "parallel.dp_shard", str(error)
-        return
-    batch, size = config.data.global_batch_size, config.data.micro_batch_size
-    local, over = divmod(batch, ranks)
-    if over:
-        fitting = " or ".join(str(n * ranks) for n in (local, local + 1) if n)
-        yield (
-            "data.global_batch_size",
-            f"{ranks} ranks cannot share it evenly; set data.global_batch_size to {fitting}",
-        )
-    elif isinstance(size, int) and local % size:
-        yield (
-            "data.micro_batch_size",
-            f"does not divide the {local} samples of one rank (data.global_batch_size={batch} over"
-            f" {ranks}); set it to auto or one of {_divisors(local)}",
-        )
-
-
 def _places(config: Config) -> Refusals:
     data, run = config.data, config.run
     if data.input is None and data.dataset not in DATASETS:
@@ -438,7 +400,3 @@ def _places(config: Config) -> Refusals:
             f"fewer than the {needed} ids of the tokenizer (data.tokenizer={data.tokenizer});"
             f" set model.vocab_size={needed} or more",
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,17 +20,22 @@ from curry_train.data import open_corpus
 from curry_train.data.loader import Loader
 from curry_train.data.token_file import Corpus
 from curry_train.loss import mean_loss
-from curry_train.models.protocol import build_model
 from curry_train.optim import LossScale, build_optimizer
-from curry_train.parallel.dims import batch_world
 from curry_train.parallel.mesh import Mesh
+from curry_train.parallel.parallelize import build_chunks
+from curry_train.parallel.shards import Shard, whole_shards
 from curry_train.profiling import no_spans
+
+if TYPE_CHECKING:
+    from curry_train.parallel.pipeline_parallel import Pipeline
 
 
 @dataclass
 class Runtime:
     """Everything that one optimizer step reads or changes.
 
+    `model` is the whole model, or with parallelism this rank's (first) part of it; `chunks` are all
+    its parts, one for each pipeline stage on this rank, and `shards` describes their parameters.
     `loss_fn(model, batch)` returns the mean loss of a micro-batch; `batches` yields micro-batches
     for ever and keeps the data position. `step` and `tokens` count what was finished.
     """
@@ -47,6 +52,18 @@ class Runtime:
     tokens: int = 0
     loss_scale: LossScale = field(default_factory=lambda: LossScale("fp32"))
     spans: Callable[[str], Any] = no_spans
+    chunks: list[nn.Module] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
+    pipeline: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        self.chunks = self.chunks or [self.model]
+        self.shards = self.shards or whole_shards(self.model.named_parameters())
+
+    def train(self, mode: bool = True) -> None:
+        """Put every chunk into training or evaluation mode."""
+        for chunk in self.chunks:
+            chunk.train(mode)
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -62,12 +79,8 @@ def assemble(config: Config, corpus: Corpus, mesh: Mesh) -> Runtime:
     with warnings.catch_warnings():
         if mesh.rank:
             warnings.simplefilter("ignore")  # all ranks build the same model; one tells about it
-        model = build_model(config, mesh.device)
-    if config.compile:
-        for block in model.layers.values():
-            block.compile()
-    model.train()
-    ranks = batch_world(mesh.sizes)
+        chunks, shards = build_chunks(config, mesh)
+    ranks = mesh.dims.batch
     loader = Loader(
         corpus,
         config.data,
@@ -77,9 +90,14 @@ def assemble(config: Config, corpus: Corpus, mesh: Mesh) -> Runtime:
         batch_world=ranks,
         device=mesh.device,
     )
+    pipeline = None
+    if config.parallel.pp > 1:
+        from curry_train.parallel.pipeline_parallel import build_pipeline
+
+        pipeline = build_pipeline(config, chunks, mesh)
     return Runtime(
-        model=model,
-        optimizer=build_optimizer(model, config.optim),
+        model=chunks[0],
+        optimizer=build_optimizer([(s.name, s.owned) for s in shards], config.optim),
         loss_fn=mean_loss,
         batches=loader,
         device=mesh.device,
@@ -87,6 +105,9 @@ def assemble(config: Config, corpus: Corpus, mesh: Mesh) -> Runtime:
         config=config,
         corpus=corpus,
         loss_scale=LossScale(config.precision),
+        chunks=chunks,
+        shards=shards,
+        pipeline=pipeline,
     )
 
 

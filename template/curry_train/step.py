@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from curry_train.data.loader import Batch
 from curry_train.layers.routing import move_correction_biases
 from curry_train.loss import token_sums, zero_totals
 from curry_train.optim import lr_at, set_lr
 from curry_train.parallel import grads
+from curry_train.parallel.context_parallel import take
+from curry_train.parallel.data_parallel import hand_round
+from curry_train.parallel.mesh import Mesh
 from curry_train.runtime import Runtime
 
 
@@ -53,41 +56,35 @@ class StepOut(NamedTuple):
 def train_step(runtime: Runtime) -> StepOut:
     """Take one optimizer step and advance `runtime.step` and `runtime.tokens`.
 
-    Groups: batch; one all-reduce of four numbers and the experts' counts, then the gradients'.
+    Groups: world, one all-reduce of four numbers and the experts' counts; then the gradients'.
     """
     start = time.perf_counter()
     config, spans = runtime.config, runtime.spans
-    group = runtime.mesh.group("batch")
 
     with spans("data"):
-        micro_batches = runtime.batches.next_step()
-    totals, loads = zero_totals(runtime.device), None
-    for batch in micro_batches:
-        with spans("forward"):
-            sums = token_sums(runtime.model, batch)
-        with spans("backward"):
-            (sums.total * runtime.loss_scale.value).backward()
-        totals += sums.detached()
-        if sums.tokens_per_expert is not None:
-            loads = sums.tokens_per_expert + (0 if loads is None else loads)
+        micro_batches = [
+            take(batch, runtime.mesh.group("cp")) for batch in runtime.batches.next_step()
+        ]
+    totals, loads = accumulate(runtime, micro_batches)
 
     with spans("optimizer"):
-        totals, loads = sum_over_batch(totals, loads, group)
+        totals, loads = sum_over_world(totals, loads, runtime.mesh)
         nll, aux, z, count, *imbalance = totals.tolist()
         report = grads.finish(
-            runtime.model.parameters(),
+            runtime.shards,
             token_count=int(count),
             max_norm=config.optim.max_grad_norm,
-            group=group,
+            mesh=runtime.mesh,
             loss_scale=runtime.loss_scale.value,
         )
         lr = lr_at(runtime.step + 1, config.optim, config.run.max_steps)
         if report.finite:
             set_lr(runtime.optimizer, lr)
             runtime.optimizer.step()
+            hand_round(runtime.shards)
             if loads is not None:
-                move_correction_biases(runtime.model, loads)
-        runtime.optimizer.zero_grad(set_to_none=True)
+                move_correction_biases(runtime.chunks, loads)
+        forget_gradients(runtime)
         rescaled = runtime.loss_scale.update(report.finite) and math.isfinite(nll)
 
     runtime.step += 1
@@ -106,13 +103,51 @@ def train_step(runtime: Runtime) -> StepOut:
     )
 
 
-def sum_over_batch(
-    totals: Tensor, loads: Tensor | None, group: ProcessGroup | None
+def accumulate(runtime: Runtime, micro_batches: list[Batch]) -> tuple[Tensor, Tensor | None]:
+    """Run forward and backward of all micro-batches; gradients add up in the parameters.
+
+    Returns what this rank counts of [nll, aux, z, count], so that the sum over all ranks has every
+    token once, and the choices int64 [MoE blocks, E] of its own tokens and blocks.
+    """
+    if runtime.pipeline is not None:
+        return runtime.pipeline.step(runtime, micro_batches)
+    totals, loads = zero_totals(runtime.device), None
+    for batch in micro_batches:
+        with runtime.spans("forward"):
+            sums = token_sums(runtime.model, batch)
+        with runtime.spans("backward"):
+            (sums.total * runtime.loss_scale.value).backward()
+        totals += sums.detached()
+        if sums.tokens_per_expert is not None:
+            loads = sums.tokens_per_expert + (0 if loads is None else loads)
+    return count_once(totals, runtime.mesh), loads
+
+
+def count_once(totals: Tensor, mesh: Mesh) -> Tensor:
+    """Drop from [nll, aux, z, count] what another rank counts too.
+
+    Ranks of tp have the same logits and labels, those of cp and tp the same auxiliary losses.
+    """
+    first_tp, first_cp = mesh.index("tp") == 0, mesh.index("cp") == 0
+    kept = [first_tp, first_tp and first_cp, first_tp and first_cp, first_tp]
+    return totals * torch.tensor(kept, dtype=totals.dtype, device=totals.device)
+
+
+def forget_gradients(runtime: Runtime) -> None:
+    """Drop the gradients of the parameters and of what the optimizer has of them."""
+    for shard in runtime.shards:
+        shard.parameter.grad = shard.owned.grad = None
+
+
+def sum_over_world(
+    totals: Tensor, loads: Tensor | None, mesh: Mesh
 ) -> tuple[Tensor, Tensor | None]:
     """Return totals [4] and loads int64 [MoE blocks, E] of all ranks, in one all-reduce.
 
     With loads the totals get a fifth number, the load's maximum over mean of the worst block.
+    Group: world.
     """
+    group = mesh.group("world")
     if loads is None:
         return grads.sum_counts(totals, group), None
     both = grads.sum_counts(torch.cat([totals, loads.flatten().to(totals.dtype)]), group)

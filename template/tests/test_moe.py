@@ -103,7 +103,7 @@ def test_balance_loss_is_one_when_balanced_and_the_expert_count_when_collapsed()
     assert router(collapsed).aux_loss.item() == pytest.approx(4.0, rel=1e-12)
 
 
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global"])
 def test_balance_loss_equals_its_formula_in_each_scope(scope):
     config = ModelConfig(
         hidden_size=6, num_experts=5, num_experts_per_tok=2, router_aux_loss_scope=scope

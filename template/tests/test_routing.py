@@ -192,9 +192,9 @@ def test_the_router_equals_a_loop_over_tokens_with_gradients(config, pad_mask):
 
 
 def weight_of_the_biased_score(monkeypatch):
-    def choose(self, logits, scores, pad_mask):
+    def choose(self, logits, scores, pad_mask, places=None):
         bias = self.e_score_correction_bias
-        return real(self, logits, scores if bias is None else scores + bias, pad_mask)
+        return real(self, logits, scores if bias is None else scores + bias, pad_mask, places)
 
     real = TopKRouter.choose
     monkeypatch.setattr(TopKRouter, "choose", choose)
@@ -234,8 +234,8 @@ def rounded_down(monkeypatch):
 
 
 def counts_after_drops(monkeypatch):
-    def forward(self, x, pad_mask=None):
-        found = whole(self, x, pad_mask)
+    def forward(self, x, pad_mask=None, places=None):
+        found = whole(self, x, pad_mask, places)
         ids = found.expert_ids[found.expert_ids >= 0]
         return replace(found, tokens_per_expert=ids.bincount(minlength=E))
 
@@ -244,23 +244,27 @@ def counts_after_drops(monkeypatch):
 
 
 def padding_counted(monkeypatch):
-    monkeypatch.setattr(routing, "mean_over_tokens", lambda values, pad_mask: values.mean(1))
+    def losses(self, probs, lse2, counts, pad_mask):
+        return real(self, probs, lse2, counts, None)
+
+    real = TopKRouter.losses
+    monkeypatch.setattr(TopKRouter, "losses", losses)
 
 
 def ids_not_masked(monkeypatch):
-    def choose(self, logits, scores, pad_mask):
-        return real(self, logits, scores, None)
+    def choose(self, logits, scores, pad_mask, places=None):
+        return real(self, logits, scores, None, places)
 
     real = TopKRouter.choose
     monkeypatch.setattr(TopKRouter, "choose", choose)
 
 
 def scores_not_made_shares(monkeypatch):
-    def balance(self, probs, counts, pad_mask=None):
-        return real(self, 2 * probs, counts, pad_mask)
+    def balance(self, probs, lse2, counts, pad_mask):
+        return real(self, 2 * probs, lse2, counts, pad_mask)
 
-    real = TopKRouter.balance_loss
-    monkeypatch.setattr(TopKRouter, "balance_loss", balance)
+    real = TopKRouter.losses
+    monkeypatch.setattr(TopKRouter, "losses", balance)
 
 
 MUTANTS = [

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from curry_train.config import ModelConfig
-from curry_train.layers.linear import Linear
+from curry_train.layers.linear import Linear, local
 from curry_train.layers.norm import RMSNorm
 from curry_train.layers.rope import rotary_angles, rotate, softmax_scale
+from curry_train.parallel import context_parallel
+from curry_train.parallel.collectives import gather_sequence, own_slice
 
 SINK_DIMS = 8  # one is needed; fused kernels take widths that are multiples of 8
 
@@ -30,17 +34,36 @@ class Positions:
     """Where the tokens of a micro-batch stand; made once per forward, read by every block.
 
     Shapes: cos and sin [B or 1, 1, S, A] in the compute dtype; doc_ids int64 [B, S] or None;
-    masks holds for each window of the model what SDPA adds to the scores, see `positions_of`.
+    masks holds for each window of the model what SDPA adds to the scores, see `positions_of`;
+    empty under context parallelism, which knows what is visible. S are the tokens that attention
+    sees here. Between the parts of a block a rank may hold a slice of them: real bool [B, S'] tells
+    its tokens from padding (None: all are), places int64 [S'] where they stand in the whole
+    sequence (None: it is whole).
     """
 
     cos: Tensor
     sin: Tensor
     doc_ids: Tensor | None = None
     masks: Mapping[int | None, Tensor | None] = field(default_factory=dict)
+    real: Tensor | None = None
+    places: Tensor | None = None
+
+
+def sequence_places(length: int, cp: ProcessGroup | None, device: torch.device) -> Tensor:
+    """Return where this rank's `length` tokens stand in the whole sequence, int64 [S]."""
+    if cp is None:
+        return torch.arange(length, device=device)
+    return context_parallel.places(length * cp.size(), cp.rank(), cp.size(), device)
 
 
 def positions_of(
-    config: ModelConfig, position_ids: Tensor, doc_ids: Tensor | None, dtype: torch.dtype
+    config: ModelConfig,
+    position_ids: Tensor,
+    doc_ids: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    cp: ProcessGroup | None = None,
+    tp: ProcessGroup | None = None,
 ) -> Positions:
     """Return the Positions of a micro-batch for every block of the model.
 
@@ -48,19 +71,27 @@ def positions_of(
     keys; doc_ids int64 [B, S] or None, between which nothing is seen. A mask is [B or 1, 1, S, S]
     in `dtype`, 0 where a key is seen and minus infinity elsewhere, so that no block converts or
     keeps one of its own; None stands for plain causal attention. With sinks it has a row and a
-    column more, in front.
+    column more, in front. Groups: cp and tp, whose ranks share the sequence; nothing is sent.
     """
+    length, device = position_ids.shape[1], position_ids.device
     cos, sin = rotary_angles(config, position_ids, dtype)
     masks: dict[int | None, Tensor | None] = {}
     for window in {config.window_of(layer) for layer in range(config.num_hidden_layers)}:
-        seen = visible_keys(position_ids.shape[1], window, doc_ids, position_ids.device)
+        if cp is not None:
+            break
+        seen = visible_keys(length, window, doc_ids, device)
         if seen is None:
             masks[window] = None
             continue
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         mask = mask.masked_fill(~seen, -torch.inf)
         masks[window] = F.pad(mask, (1, 0, 1, 0)) if config.attention_sinks else mask
-    return Positions(cos, sin, doc_ids, masks)
+    # The loader gives padding the document -1.
+    real = None if doc_ids is None else own_slice(doc_ids >= 0, 1, tp)
+    places = None
+    if cp is not None or tp is not None:
+        places = own_slice(sequence_places(length, cp, device), 0, tp)
+    return Positions(cos, sin, doc_ids, masks, real, places)
 
 
 def visible_keys(
@@ -122,18 +153,46 @@ def attend(
     return out_BHSA[..., :width].transpose(1, 2).flatten(2)
 
 
+def attend_with(
+    layer: Any, q_BHSA: Tensor, k_BGSA: Tensor, v_BGSA: Tensor, positions: Positions
+) -> Tensor:
+    """Return [B, S, H * width of v]: attention by the window, scale and groups of `layer`.
+
+    Shapes: q [B, H, S, A]; k [B, G, S, A]; v [B, G, S, width]. Group: cp of the layer.
+    """
+    sinks = None if layer.sinks is None else local(layer.sinks)
+    if layer.cp is None:
+        return attend(q_BHSA, k_BGSA, v_BGSA, positions.masks[layer.window], layer.scale, sinks)
+    return context_parallel.context_attend(
+        q_BHSA,
+        k_BGSA,
+        v_BGSA,
+        scale=layer.scale,
+        window=layer.window,
+        doc_ids=positions.doc_ids,
+        sinks_H=sinks,
+        group=layer.cp,
+        kind=layer.cp_kind,
+    )
+
+
 class Attention(nn.Module):
     """Project to heads, rotate, attend causally, project back.
 
     Shapes: x [B, S, hidden_size]; returns the same shape and dtype. With qk_norm, queries and keys
     are RMS-normalised per head before rotation; attention_bias gives all four projections biases;
-    `layer` decides whether sliding_window holds.
+    `layer` decides whether sliding_window holds. With tensor parallelism (`tp` is its group) a rank
+    has its share of the heads, and S of x is its slice; with context parallelism (`cp`, `cp_kind`)
+    the keys of other ranks' tokens come from them.
     Source: Ainslie et al. 2023, "GQA"; q/k norm as in Qwen3; sinks as in gpt-oss (OpenAI 2025),
     after Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.tp: ProcessGroup | None = None
+        self.cp: ProcessGroup | None = None
+        self.cp_kind = "ring"
         self.head_dim = config.head_dim
         self.window = config.window_of(layer)
         self.scale = softmax_scale(config)
@@ -155,11 +214,11 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
+        x_BSD = gather_sequence(x_BSD, self.tp)
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x_BSD).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x_BSD).view(heads)).transpose(1, 2)
         v = self.v_proj(x_BSD).view(heads).transpose(1, 2)
         q = rotate(q, positions.cos, positions.sin, self.interleaved)
         k = rotate(k, positions.cos, positions.sin, self.interleaved)
-        mask = positions.masks[self.window]
-        return self.o_proj(attend(q, k, v, mask, self.scale, self.sinks))
+        return self.o_proj(attend_with(self, q, k, v, positions))

@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def local(weight: Tensor) -> Tensor:
+    """Return the values of a weight that this rank holds: all [any shape], or its own slice."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
 class Linear(nn.Module):
     """Multiply by a weight of shape [out_features, in_features], perhaps add a bias.
 
@@ -20,8 +25,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        return F.linear(x, local(self.weight).to(x.dtype), bias)
 
 
 class Embedding(nn.Module):
@@ -36,4 +41,4 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, local(self.weight))

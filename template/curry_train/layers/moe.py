@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from curry_train.config import ModelConfig
 from curry_train.kernels.experts import experts
+from curry_train.layers.linear import local
 from curry_train.layers.mlp import SwiGLU
 from curry_train.layers.routing import Routing, TopKRouter
+from curry_train.parallel import expert_parallel
 
 
 class ExpertLinear(nn.Module):
@@ -42,7 +45,7 @@ class GateUpLinear(ExpertLinear):
 
 
 class Experts(nn.Module):
-    """A bank of E SwiGLU experts.
+    """A bank of E SwiGLU experts, or this rank's share of one.
 
     Shapes: x [T, D] and its Routing; returns [T, D] in the dtype of x: the weighted sum over the
     experts of each token, zero for a token without any. An expert without tokens costs nothing
@@ -64,9 +67,9 @@ class Experts(nn.Module):
             x_TD,
             routing.expert_ids,
             routing.weights,
-            first.weight.to(x_TD.dtype),
-            second.weight.to(x_TD.dtype),
-            bias13=None if first.bias is None else first.bias.to(x_TD.dtype),
+            local(first.weight).to(x_TD.dtype),
+            local(second.weight).to(x_TD.dtype),
+            bias13=None if first.bias is None else local(first.bias).to(x_TD.dtype),
             limit=self.limit,
             interleaved=first.interleaved,
             backend=self.backend,
@@ -74,23 +77,37 @@ class Experts(nn.Module):
         if second.bias is None:
             return out_TD
         # Every token gets its experts' biases, weighted: one small product, no row of its own.
-        share_TE = x_TD.new_zeros(x_TD.shape[0], second.bias.shape[0])
+        bias_ED = local(second.bias)
+        share_TE = x_TD.new_zeros(x_TD.shape[0], bias_ED.shape[0])
         visited = routing.weights * (routing.expert_ids >= 0)
         share_TE = share_TE.scatter_add(1, routing.expert_ids.clamp(min=0), visited)
-        return out_TD + share_TE @ second.bias.to(x_TD.dtype)
+        return out_TD + share_TE @ bias_ED.to(x_TD.dtype)
 
 
 class MoE(nn.Module):
     """Router, expert bank and, when the config names one, a shared expert that every token visits.
 
     It holds the parts; the block that owns it composes them (models/protocol.py), because the
-    pipeline executor runs them one at a time.
+    pipeline executor runs them one at a time. With expert parallelism `ep` is its group, and the
+    bank holds num_experts / ranks experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.ep: ProcessGroup | None = None
+        self.experts_per_rank = config.num_experts
         self.gate = TopKRouter(config)
         self.experts = Experts(config)
         self.shared_experts = None
         if config.shared_expert_intermediate_size:
             self.shared_experts = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Return the rows that this rank's experts work on, and their routing."""
+        if self.ep is None:
+            return x_TD, routing
+        return expert_parallel.dispatch(x_TD, routing, self.experts_per_rank, self.ep)
+
+    def combine(self, out: Tensor, routing: Routing) -> Tensor:
+        """Return the sum over all ranks' experts of each token [T, D]; `routing` as dispatched."""
+        return out if routing.exchange is None else expert_parallel.combine(out, routing.exchange)

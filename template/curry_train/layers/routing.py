@@ -2,7 +2,8 @@
 
 Its output, `Routing`, is all that the expert bank needs to know. Everything here acts on one
 sequence at a time (balance, capacity, expert choice), so that no split of a batch over ranks and
-micro-batches changes a result.
+micro-batches changes a result. Ranks that share a sequence add up what they count, and where a
+choice needs the whole sequence they show each other their scores.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from curry_train.config import ModelConfig
 from curry_train.kernels import routing_ops
 from curry_train.kernels.experts import AUTOCAST_DEVICES
 from curry_train.kernels.reference_routing import NORM_EPS, best_experts
+from curry_train.parallel.collectives import stack_ranks, sum_forward, sum_ranks
+
+if TYPE_CHECKING:
+    from curry_train.parallel.expert_parallel import Exchange
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Routing:
     Shapes: expert_ids int64 [T, K], -1 for no expert (dropped, padding); weights [T, K] in the
     compute dtype, 0 there; under expert choice both have E columns instead of K. aux_loss and
     z_loss [B], one value per sequence, in float32 (float64 under fp64), not yet multiplied by
-    coefficients; tokens_per_expert int64 [E], choices before any was dropped.
+    coefficients; tokens_per_expert int64 [E], choices of the own tokens before any was dropped.
+    exchange is set on rows that came from other ranks, see parallel/expert_parallel.py.
     """
 
     expert_ids: Tensor
@@ -38,6 +46,7 @@ class Routing:
     aux_loss: Tensor
     z_loss: Tensor
     tokens_per_expert: Tensor
+    exchange: Exchange | None = None
 
 
 class TopKRouter(nn.Module):
@@ -45,6 +54,8 @@ class TopKRouter(nn.Module):
 
     Shapes: x [B, S, hidden_size]; pad_mask bool [B, S] or None, True for a real token; returns a
     Routing over T = B*S tokens. Logits and scores are formed in float32 (float64 under fp64).
+    When this rank holds only some tokens of a sequence, `sequence` is the group that shares it and
+    places int64 [S] tells where the own ones stand; `batch` are the ranks with other samples.
     Scores are the softmax or the sigmoid of the logits. The choice goes by logits or, with
     correction_bias, by score + bias; the weight is always that of the score, divided by the sum of
     the K (norm_topk_prob), times routed_scaling_factor. With n_group > 1 only the experts of the
@@ -92,6 +103,8 @@ class TopKRouter(nn.Module):
         # Nobody chooses an expert twice, so a larger share than all tokens drops nothing either.
         self.share = min(share / max(config.num_experts, 1), Fraction(1)).as_integer_ratio()
         self.scope = config.router_aux_loss_scope
+        self.sequence: ProcessGroup | None = None
+        self.batch: ProcessGroup | None = None
         future = looks_ahead(config)
         if future:
             warnings.warn(future, stacklevel=2)
@@ -105,7 +118,9 @@ class TopKRouter(nn.Module):
             self.e_score_correction_bias = bias.to(moved.device, torch.float32)
         return self
 
-    def forward(self, x_BSD: Tensor, pad_mask: Tensor | None = None) -> Routing:
+    def forward(
+        self, x_BSD: Tensor, pad_mask: Tensor | None = None, places: Tensor | None = None
+    ) -> Routing:
         self.check(x_BSD, pad_mask)
         logits_BSE = self.logits(x_BSD)
         if pad_mask is not None:
@@ -116,17 +131,20 @@ class TopKRouter(nn.Module):
         if sigmoid:
             probs_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + NORM_EPS)
         lse_BS1 = logits_BSE.logsumexp(-1, keepdim=True)
-        ids, weights = self.choose(logits_BSE, scores_BSE, pad_mask)
+        ids, weights = self.choose(logits_BSE, scores_BSE, pad_mask, places)
         counts_BE = count_choices(ids, logits_BSE.shape[-1])
         if self.capacity_factor:
             limit_B = self.fair_share(ids, pad_mask)
-            kept = within_capacity(ids, weights, limit_B, self.drop_policy)
+            all_ids, all_weights = (self.whole(x, places) for x in (ids, weights.detach()))
+            kept = within_capacity(all_ids, all_weights, limit_B, self.drop_policy)
+            kept = kept if places is None else kept[:, places]
             ids, weights = ids.masked_fill(~kept, -1), weights.masked_fill(~kept, 0)
+        aux_loss, z_loss = self.losses(probs_BSE, lse_BS1.square(), counts_BE, pad_mask)
         return Routing(
             expert_ids=ids.flatten(0, 1),
             weights=weights.flatten(0, 1).to(x_BSD.dtype),
-            aux_loss=self.balance_loss(probs_BSE, counts_BE, pad_mask),
-            z_loss=mean_over_tokens(lse_BS1.square(), pad_mask).squeeze(-1),
+            aux_loss=aux_loss,
+            z_loss=z_loss,
             tokens_per_expert=counts_BE.sum(0),
         )
 
@@ -154,7 +172,11 @@ class TopKRouter(nn.Module):
             return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     def choose(
-        self, logits_BSE: Tensor, scores_BSE: Tensor, pad_mask: Tensor | None
+        self,
+        logits_BSE: Tensor,
+        scores_BSE: Tensor,
+        pad_mask: Tensor | None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return expert ids int64 [B, S, K] from the best down and their weights [B, S, K].
 
@@ -165,12 +187,15 @@ class TopKRouter(nn.Module):
             return self.choose_by_kernel(logits_BSE, pad_mask)
         if self.routing == "expert_choice":
             limit_B = self.fair_share(scores_BSE, pad_mask)
-            chosen = chosen_tokens(scores_BSE, limit_B, pad_mask)
+            real = None if pad_mask is None else self.whole(pad_mask, places)
+            chosen = chosen_tokens(self.whole(scores_BSE.detach(), places), limit_B, real)
+            chosen = chosen if places is None else chosen[:, places]
             ids = torch.arange(experts, device=chosen.device).expand_as(chosen)
             ids, weights = ids.masked_fill(~chosen, -1), scores_BSE.masked_fill(~chosen, 0)
         else:
             if self.routing == "round_robin":
                 turns = torch.arange(scores_BSE.shape[1], device=scores_BSE.device)
+                turns = turns if places is None else places
                 choice = torch.arange(self.experts_per_token, device=scores_BSE.device)
                 turns = turns[:, None] * self.experts_per_token + choice
                 ids = (turns % experts).expand(len(scores_BSE), -1, -1)
@@ -209,8 +234,15 @@ class TopKRouter(nn.Module):
         shape = (*logits_BSE.shape[:2], self.experts_per_token)
         return ids.long().view(shape), weights.view(shape)
 
+    def whole(self, x_BSX: Tensor, places: Tensor | None) -> Tensor:
+        """Return [B, whole S, ...] of a tensor [B, S, ...], in the order of the sequence."""
+        if self.sequence is None or places is None:
+            return x_BSX
+        order = stack_ranks(places, self.sequence).flatten().argsort()
+        return stack_ranks(x_BSX.movedim(1, 0), self.sequence).flatten(0, 1)[order].movedim(0, 1)
+
     def fair_share(self, of_BSX: Tensor, pad_mask: Tensor | None) -> Tensor:
-        """Return the tokens an expert takes, int64 [B], for a tensor of B and S.
+        """Return the tokens an expert takes of a whole sequence, int64 [B]; of_BSX gives B and S.
 
         ceil(capacity_factor * K * tokens / E), at least 1; under expert choice the factor is 1.
         """
@@ -218,21 +250,39 @@ class TopKRouter(nn.Module):
         tokens_B = torch.full((batch,), length, device=of_BSX.device)
         if pad_mask is not None:
             tokens_B = pad_mask.sum(1)
+        tokens_B = sum_forward(tokens_B, self.sequence)
         numerator, denominator = self.share
         return ((tokens_B * numerator + denominator - 1) // denominator).clamp(min=1)
 
-    def balance_loss(
-        self, probs_BSE: Tensor, counts_BE: Tensor, pad_mask: Tensor | None = None
-    ) -> Tensor:
-        """Return the balance loss [B]; one shared value when the scope is the micro-batch."""
-        mean_BE = mean_over_tokens(probs_BSE, pad_mask)
-        if self.scope == "micro_batch":
-            tokens = None if pad_mask is None else pad_mask.flatten()[None]
-            mean_BE = mean_over_tokens(probs_BSE.flatten(0, 1)[None], tokens).expand_as(mean_BE)
-            counts_BE = counts_BE.sum(0, keepdim=True).expand_as(counts_BE)
+    def losses(
+        self, probs_BSE: Tensor, lse2_BS1: Tensor, counts_BE: Tensor, pad_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the balance loss [B] and the z-loss [B] of whole sequences.
+
+        The balance loss is one shared value when the scope is the micro-batch or, over all ranks
+        with samples of the step, the global batch. Groups: sequence, one all-reduce; batch under
+        the scope `global`, one more.
+        """
+        batch, length, experts = probs_BSE.shape
+        if pad_mask is None:
+            tokens_B1 = probs_BSE.new_full((batch, 1), length)
+        else:
+            tokens_B1 = pad_mask.sum(1, keepdim=True).to(probs_BSE.dtype)
+            probs_BSE = probs_BSE.masked_fill(~pad_mask[..., None], 0)
+            lse2_BS1 = lse2_BS1.masked_fill(~pad_mask[..., None], 0)
         counts_BE = counts_BE.to(probs_BSE.dtype)
-        share_BE = counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1)
-        return probs_BSE.shape[-1] * (share_BE * mean_BE).sum(-1)
+        sums = torch.cat([probs_BSE.sum(1), counts_BE, lse2_BS1.sum(1), tokens_B1], dim=1)
+        sums = sum_forward(sums, self.sequence)
+        z_loss = sums[:, -2] / sums[:, -1].clamp(min=1)
+        if self.scope != "sequence":
+            sums = sums.sum(0, keepdim=True)
+        if self.scope == "global":
+            sums = sum_ranks(sums, self.batch)
+        mean_BE = sums[:, :experts] / sums[:, -1:].clamp(min=1)
+        counts_BE = sums[:, experts : 2 * experts]
+        share_BE = counts_BE.detach() / counts_BE.detach().sum(-1, keepdim=True).clamp(min=1)
+        aux_loss = experts * (share_BE * mean_BE).sum(-1)
+        return aux_loss.expand(batch), z_loss
 
     @torch.no_grad()
     def move_correction_bias(self, tokens_per_expert: Tensor) -> None:
@@ -248,16 +298,25 @@ class TopKRouter(nn.Module):
         bias -= bias.mean()
 
 
-def move_correction_biases(model: nn.Module, tokens_per_expert: Tensor) -> None:
-    """Move the correction bias of every router in a model that has one; once an optimizer step.
+def move_correction_biases(chunks: list[nn.Module], tokens_per_expert: Tensor) -> None:
+    """Move the correction bias of every router that has one; once an optimizer step.
 
-    Shapes: tokens_per_expert int [L, E], L routers in the order of the model's modules, summed over
-    the micro-batches and ranks of the step: equal on every rank, so the biases stay equal too.
+    Shapes: tokens_per_expert int [L, E], a row for each MoE block of the whole model in order,
+    summed over the micro-batches and ranks of the step: equal on every rank, so the biases stay
+    equal too. A chunk of a pipeline has the rows of its own blocks (`moe_rows`).
     """
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
-    routers = [router for router in routers if router.e_score_correction_bias is not None]
-    for router, tokens_E in zip(routers, tokens_per_expert if routers else (), strict=True):
-        router.move_correction_bias(tokens_E)
+    for chunk in chunks:
+        routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+        for router, row in zip(routers, moe_rows(chunk), strict=True):
+            if router.e_score_correction_bias is not None:
+                router.move_correction_bias(tokens_per_expert[row])
+
+
+def moe_rows(chunk: nn.Module) -> list[int]:
+    """Return for each MoE block of a chunk its number among all MoE blocks of the model."""
+    dense = getattr(chunk.config, "first_k_dense_replace", 0)
+    blocks = chunk.layers.items()
+    return [int(n) - dense for n, b in blocks for m in b.modules() if isinstance(m, TopKRouter)]
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -323,11 +382,3 @@ def count_choices(ids_BSK: Tensor, experts: int) -> Tensor:
     counts = flat.new_zeros(len(flat), experts + 1)
     flat = flat.masked_fill(flat < 0, experts)
     return counts.scatter_add_(1, flat, torch.ones_like(flat))[:, :experts]
-
-
-def mean_over_tokens(values_BSX: Tensor, pad_mask: Tensor | None) -> Tensor:
-    """Return the mean [B, X] of [B, S, X] over the real tokens of each sequence; 0 without any."""
-    if pad_mask is None:
-        return values_BSX.sum(1) / max(values_BSX.shape[1], 1)
-    total = values_BSX.masked_fill(~pad_mask[..., None], 0).sum(1)
-    return total / pad_mask.sum(1, keepdim=True).clamp(min=1)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from curry_train.config import ModelConfig
-from curry_train.layers.attention import Attention, Positions, positions_of
+from curry_train.layers.attention import Attention, Positions, positions_of, sequence_places
 from curry_train.layers.latent_attention import LatentAttention
 from curry_train.layers.linear import Embedding, Linear
 from curry_train.layers.mlp import SwiGLU
@@ -19,8 +20,8 @@ from curry_train.layers.moe import MoE
 from curry_train.layers.norm import RMSNorm
 from curry_train.layers.routing import Routing
 from curry_train.models.protocol import ModelOutput, run_block
-
-VOCAB_MULTIPLE = 64
+from curry_train.parallel.collectives import gather_sequence
+from curry_train.parallel.dims import VOCAB_MULTIPLE
 
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
@@ -50,7 +51,7 @@ class DenseBlock(nn.Module):
     def experts(self, x_TD: Tensor, routing: None) -> Tensor:
         return self.mlp(x_TD)
 
-    def combine(self, out_TD: Tensor) -> Tensor:
+    def combine(self, out_TD: Tensor, routing: None) -> Tensor:
         return out_TD
 
     def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor:
@@ -75,21 +76,19 @@ class MoEBlock(nn.Module):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         residual = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions)
         hidden = self.post_attention_layernorm(residual)
-        # The loader gives padding the document -1.
-        real = None if positions.doc_ids is None else positions.doc_ids >= 0
-        routing = self.mlp.gate(hidden, real)
+        routing = self.mlp.gate(hidden, positions.real, positions.places)
         if self.mlp.shared_experts is not None:
             residual = residual + self.mlp.shared_experts(hidden)
         return residual, hidden.flatten(0, 1), routing
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        return x_TD, routing
+        return self.mlp.dispatch(x_TD, routing)
 
     def experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
         return self.mlp.experts(x_TD, routing)
 
-    def combine(self, out_TD: Tensor) -> Tensor:
-        return out_TD
+    def combine(self, out_TD: Tensor, routing: Routing) -> Tensor:
+        return self.mlp.combine(out_TD, routing)
 
     def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor:
         return residual_BSD + out_TD.view_as(residual_BSD)
@@ -116,6 +115,8 @@ class Decoder(nn.Module):
 
     Shapes: input_ids int64 [B, S]; position_ids int64 [B, S] or None (0 to S-1); doc_ids int64
     [B, S], -1 for padding, or None (attention is not cut at document ends). Returns ModelOutput.
+    With groups `cp` and `tp` (parallel/parallelize.py sets them) S are the tokens of this cp rank,
+    hidden states [B, S', D] its tp slice of them, logits its columns of the vocabulary.
     """
 
     Config = ModelConfig
@@ -124,6 +125,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.tp: ProcessGroup | None = None
+        self.cp: ProcessGroup | None = None
         self.vocab_size = config.vocab_size
         self.padded_vocab = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.vocab_parameters = ("model.embed_tokens.weight", "lm_head.weight")
@@ -134,7 +137,7 @@ class Decoder(nn.Module):
 
     def tie_weights(self) -> None:
         """Make head and embedding one parameter; again after any call that replaces parameters."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head and self.model.embed_tokens:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
@@ -151,29 +154,64 @@ class Decoder(nn.Module):
         """Return the standard deviation that the matrix `name` starts with."""
         return self.config.initializer_range
 
+    def keep_stage(self, blocks: list[int], *, first: bool, last: bool) -> None:
+        """Drop what another pipeline stage holds: other blocks, and the ends of the model."""
+        for name in list(self.layers):
+            if int(name) not in blocks:
+                del self.layers[name]
+        if not first:
+            self.model.embed_tokens = None
+        if not last:
+            self.model.norm = self.lm_head = None
+
+    def positions(
+        self, hidden: Tensor, position_ids: Tensor | None, doc_ids: Tensor | None
+    ) -> Positions:
+        """Return the Positions of hidden states [B, S', D], S' tokens on this rank."""
+        if position_ids is None:
+            length = hidden.shape[1] * (1 if self.tp is None else self.tp.size())
+            position_ids = sequence_places(length, self.cp, hidden.device)[None]
+        return positions_of(
+            self.config, position_ids, doc_ids, self.compute_dtype, cp=self.cp, tp=self.tp
+        )
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the hidden states [B, S', D] that the first block reads."""
+        return self.model.embed_tokens(input_ids).to(self.compute_dtype)
+
+    def run_blocks(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, list[Routing]]:
+        """Run the blocks of this rank; returns hidden states and what their routers decided."""
+        routings = []
+        for block in self.layers.values():
+            x_BSD, routing = block(x_BSD, positions)
+            if routing is not None:
+                routings.append(routing)
+        return x_BSD, routings
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Return the logits [B, S, padded vocabulary], under tensor parallelism the own columns."""
+        hidden = gather_sequence(self.model.norm(x_BSD), self.tp)
+        logits = self.lm_head(hidden)
+        first = 0 if self.tp is None else self.tp.rank() * logits.shape[-1]
+        logits[..., max(self.vocab_size - first, 0) :] = -torch.inf
+        return logits
+
+    def auxiliary(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
+        """Return balance and z losses [B] of some blocks, summed, times their coefficients."""
+        return (
+            self.config.router_aux_loss_coef * torch.stack([r.aux_loss for r in routings]).sum(0),
+            self.config.router_z_loss_coef * torch.stack([r.z_loss for r in routings]).sum(0),
+        )
+
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         doc_ids: Tensor | None = None,
     ) -> ModelOutput:
-        config = self.config
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        positions = positions_of(config, position_ids, doc_ids, self.compute_dtype)
-        x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
-        routings = []
-        for block in self.layers.values():
-            x, routing = block(x, positions)
-            if routing is not None:
-                routings.append(routing)
-        logits = self.lm_head(self.model.norm(x))
-        logits[..., self.vocab_size :] = -torch.inf
+        x = self.embed(input_ids)
+        x, routings = self.run_blocks(x, self.positions(x, position_ids, doc_ids))
         if not routings:
-            return ModelOutput(logits)
-        return ModelOutput(
-            logits,
-            config.router_aux_loss_coef * torch.stack([r.aux_loss for r in routings]).sum(0),
-            config.router_z_loss_coef * torch.stack([r.z_loss for r in routings]).sum(0),
-            torch.stack([routing.tokens_per_expert for routing in routings]),
-        )
+            return ModelOutput(self.logits(x))
+        loads = torch.stack([routing.tokens_per_expert for routing in routings])
+        return ModelOutput(self.logits(x), *self.auxiliary(routings), loads)

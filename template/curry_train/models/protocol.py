@@ -8,7 +8,7 @@ A block is five parts. Whoever keeps them gets every parallelism and the overlap
 which runs the parts of two micro-batches in turn.
 
 Parameters carry Hugging-Face-like names. Two things stand otherwise in memory than on disk: the
-vocabulary is padded, and the experts' gate and up projections are one matrix. `saved_views` is
+vocabulary is padded, and the experts' gate and up projections are one matrix. `saved_parts` is
 the one place that knows.
 """
 
@@ -27,6 +27,7 @@ from curry_train.layers.attention import Positions
 from curry_train.layers.moe import GateUpLinear
 from curry_train.layers.routing import Routing
 from curry_train.models import MODELS
+from curry_train.parallel.shards import Part
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -56,7 +57,7 @@ class Block(Protocol):
     attention:  [B, S, D] -> residual [B, S, D], x [T, D], routing (None for a dense block)
     dispatch:   x and routing -> the rows that the experts of this rank work on, and theirs
     experts:    rows -> rows, each the weighted sum over its experts of this rank
-    combine:    rows -> out [T, D], summed over the ranks that worked on a token
+    combine:    rows and their routing -> out [T, D], summed over the ranks that worked on a token
     aggregate:  residual + out -> [B, S, D]
     """
 
@@ -68,7 +69,7 @@ class Block(Protocol):
 
     def experts(self, x_TD: Tensor, routing: Routing | None) -> Tensor: ...
 
-    def combine(self, out_TD: Tensor) -> Tensor: ...
+    def combine(self, out_TD: Tensor, routing: Routing | None) -> Tensor: ...
 
     def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor: ...
 
@@ -77,15 +78,15 @@ def run_block(block: Block, x_BSD: Tensor, positions: Positions) -> tuple[Tensor
     """Compose the five parts; returns [B, S, D] and the routing (None for a dense block)."""
     residual, x, routing = block.attention(x_BSD, positions)
     rows, local = block.dispatch(x, routing)
-    out = block.combine(block.experts(rows, local))
+    out = block.combine(block.experts(rows, local), local)
     return block.aggregate(residual, out), routing
 
 
-def build_model(config: Config, device: torch.device | str) -> nn.Module:
-    """Build the configured model on `device`; on "meta" it has shapes and no values.
+def meta_model(config: Config) -> nn.Module:
+    """Return the configured model without values, on the meta device.
 
-    Parameters are float32 (float64 under fp64) and hold the values of `init_weights`.
-    Raises KeyError when model.architecture is unknown (config.check says it first).
+    Parameters are float32 (float64 under fp64). Raises KeyError when model.architecture is unknown
+    (config.check says it first).
     """
     module, name = MODELS[config.model.architecture].split(":")
     model_class = getattr(import_module(module), name)
@@ -95,33 +96,62 @@ def build_model(config: Config, device: torch.device | str) -> nn.Module:
     torch.set_default_dtype(stored)
     try:
         with torch.device("meta"):
-            model = model_class(config.model, compute_dtype=compute)
+            return model_class(config.model, compute_dtype=compute)
     finally:
         torch.set_default_dtype(default)
+
+
+def give_memory(model: nn.Module, device: torch.device | str) -> None:
+    """Move a model from the meta device to `device`; parameters without values, buffers zero."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    for module in model.modules():
+        if isinstance(module, GateUpLinear):
+            module.interleaved = torch.device(device).type == "cuda"
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def build_model(config: Config, device: torch.device | str) -> nn.Module:
+    """Build the whole model on `device`; on "meta" it has shapes and no values.
+
+    Parameters hold the values of `init_weights`. Raises as `meta_model` does.
+    """
+    model = meta_model(config)
     if str(device) != "meta":
-        model.to_empty(device=device)
-        model.tie_weights()
-        for module in model.modules():
-            if isinstance(module, GateUpLinear):
-                module.interleaved = torch.device(device).type == "cuda"
+        give_memory(model, device)
         init_weights(model, config.seed)
     return model
 
 
-def saved_views(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the parts of a parameter (or its gradient, its moment) under the names of files.
+def saved_parts(model: nn.Module, name: str, part: Part) -> dict[str, Part]:
+    """Return what a part of a parameter (or of its gradient, its moment) is under files' names.
 
-    Shapes: a padded vocabulary [padded, D] becomes a view [vocab_size, D]; a gate_up_proj
-    [E, 2F, ...] two views gate_proj and up_proj [E, F, ...]; all else is itself.
+    Shapes: a padded vocabulary [padded, D] becomes [vocab_size, D]; a gate_up_proj [E, 2F, ...]
+    gate_proj and up_proj [E, F, ...]; all else is itself. Tensors are views.
     """
+    tensor, shape, offset = part
     if name in model.vocab_parameters:
-        return {name: tensor[: model.vocab_size]}
+        real = model.vocab_size
+        rows = min(max(real - offset[0], 0), len(tensor))
+        first = min(offset[0], real)
+        return {name: Part(tensor[:rows], (real, *shape[1:]), (first, *offset[1:]))}
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if not isinstance(module, GateUpLinear):
-        return {name: tensor}
+        return {name: part}
     bank = owner.rpartition(".")[0]
-    return {f"{bank}.{part}.{leaf}": view for part, view in module.parts(tensor).items()}
+    half = (shape[0], shape[1] // 2, *shape[2:])
+    return {
+        f"{bank}.{piece}.{leaf}": Part(view, half, offset)
+        for piece, view in module.parts(tensor).items()
+    }
+
+
+def saved_views(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return `saved_parts` of a whole tensor as plain views."""
+    parts = saved_parts(model, name, Part.whole(tensor))
+    return {saved: part.tensor for saved, part in parts.items()}
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -137,28 +167,36 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-@torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter from its own generator, at its full global shape, in float32.
-
-    What `model.init_constant` knows gets that value; the rest is normal with mean 0 and standard
-    deviation `model.init_std(name)`; stacked experts [E, ...] draw expert by expert. Buffers are
-    zero. A layout that holds a slice takes the slice of the same draw: no layout changes a value.
-    """
+    """Give every parameter of a whole model the values of `init_part`; buffers are zero."""
     for buffer in model.buffers():
         buffer.zero_()
     for name, parameter in model.named_parameters():
-        parameter.zero_()
-        for saved, view in saved_views(model, name, parameter).items():
-            constant = model.init_constant(saved)
-            if constant is not None:
-                view.fill_(constant)
-            elif view.dim() == 3:
-                for expert, weight in enumerate(view):
-                    generator = generator_for(seed, f"{saved}#{expert}")
-                    weight.copy_(_normal(weight.shape, model.init_std(saved), generator))
-            else:
-                view.copy_(_normal(view.shape, model.init_std(saved), generator_for(seed, saved)))
+        init_part(model, name, Part.whole(parameter), seed)
+
+
+@torch.no_grad()
+def init_part(model: nn.Module, name: str, part: Part, seed: int) -> None:
+    """Fill a part of a parameter from the parameter's own generator.
+
+    What `model.init_constant` knows gets that value; the rest is normal with mean 0 and standard
+    deviation `model.init_std(name)`, drawn in float32 at the full global shape, of stacked experts
+    [E, ...] expert by expert, and then cut: no layout changes a value. Padding is zero.
+    """
+    part.tensor.zero_()
+    for saved, (view, shape, offset) in saved_parts(model, name, part).items():
+        constant = model.init_constant(saved)
+        if constant is not None:
+            view.fill_(constant)
+            continue
+        std = model.init_std(saved)
+        box = tuple(slice(at, at + size) for at, size in zip(offset, view.shape, strict=True))
+        if view.dim() == 3:
+            for expert, weight in enumerate(view, start=offset[0]):
+                generator = generator_for(seed, f"{saved}#{expert}")
+                weight.copy_(_normal(shape[1:], std, generator)[box[1:]])
+        elif view.numel():
+            view.copy_(_normal(shape, std, generator_for(seed, saved))[box])
 
 
 def _normal(shape: Any, std: float, generator: torch.Generator) -> Tensor:

@@ -36,8 +36,7 @@ from curry_train.layers.linear import Embedding, Linear
 from curry_train.layers.norm import RMSNorm
 from curry_train.layers.spiking_attention import SpikingAttention, SpikingNorm
 from curry_train.models.protocol import ModelOutput, run_block
-
-VOCAB_MULTIPLE = 64
+from curry_train.parallel.dims import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class SpikingBlock(nn.Module):
     def experts(self, x_TD: Tensor, routing: None) -> Tensor:
         return self.mlp(x_TD)
 
-    def combine(self, out_TD: Tensor) -> Tensor:
+    def combine(self, out_TD: Tensor, routing: None) -> Tensor:
         return out_TD
 
     def aggregate(self, residual_BSD: Tensor, out_TD: Tensor) -> Tensor:

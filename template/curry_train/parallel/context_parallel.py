@@ -10,7 +10,7 @@ in Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,6 +80,7 @@ def context_attend(
     sinks_H: Tensor | None,
     group: ProcessGroup | None,
     kind: str = "ring",
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Do for this rank's tokens what `layers.attention.attend` does for the whole sequence.
 
@@ -90,60 +91,84 @@ def context_attend(
     is this rank's part. Only the first derivative exists.
     Group: the ranks that share the sequence; None means that S is all of it. `ring` passes keys
     and values to the next rank ranks - 1 times, and their gradients once more; `all_gather` holds
-    those of the whole sequence and a mask [B or 1, 1, S, S * ranks], for kernels that take one.
-    Every rank must call with the same shapes, in the same order. Raises ValueError for an unknown
-    kind, and as `places` does.
+    those of the whole sequence and a mask, for kernels that take one: `mask`, made of
+    `visible_rows` as Positions has it, lets blocks share one, None makes it here. Every rank must
+    call with the same shapes, in the same order. Raises ValueError for an unknown kind, and as
+    `places` does.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; allowed: {KINDS}; set parallel.cp_kind=ring")
     if group is None or kind == "all_gather":
-        return _attend_gathered(q_BHSA, k_BGSA, v_BGSA, scale, window, doc_ids, sinks_H, group)
+        # Not at the top: that module reads this one.
+        from curry_train.layers.attention import attend
+
+        if mask is None:
+            mask = visible_rows(q_BHSA.shape[2], window, doc_ids, group, q_BHSA.device)
+            if mask is not None and sinks_H is not None:
+                mask = F.pad(mask, (1, 0, 1, 0), value=True)
+        k_BGSA, v_BGSA = (_in_order(gather_sequence(x, group), group) for x in (k_BGSA, v_BGSA))
+        return attend(q_BHSA, k_BGSA, v_BGSA, mask, scale, sinks_H)
     index, world = dist.get_rank(group), dist.get_world_size(group)
-    seat = Seat(index, world, partial(_pass_on, group=group))
     places(q_BHSA.shape[2] * world, index, world)  # refuses what has no two halves
-    return ring_attend(q_BHSA, k_BGSA, v_BGSA, sinks_H, doc_ids, scale, window, seat)
+    ring = Ring(index, world, scale, window, partial(_pass_on, group=group))
+    return ring_attend(q_BHSA, k_BGSA, v_BGSA, sinks_H, doc_ids, ring)
 
 
-def _attend_gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
+def visible_rows(
+    length: int,
     window: int | None,
     doc_ids: Tensor | None,
-    sinks: Tensor | None,
     group: ProcessGroup | None,
-) -> Tensor:
-    # Not at the top: that module reads this one.
-    from curry_train.layers.attention import attend, visible_keys
+    device: torch.device | str,
+) -> Tensor | None:
+    """Return the rows of `layers.attention.visible_keys` that are this rank's `length` tokens.
+
+    Shapes: doc_ids int64 [B, length] or None; returns bool [B or 1, 1, length, length * ranks].
+    Group: one all-gather of the documents; None gives all rows, or None where they are causal.
+    """
+    from curry_train.layers.attention import visible_keys
 
     if group is None:
-        mask = visible_keys(q.shape[2], window, doc_ids, q.device)
-    else:
-        index, world = dist.get_rank(group), dist.get_world_size(group)
-        length = q.shape[2] * world
-        held = [places(length, rank, world, q.device) for rank in range(world)]
-        order = torch.cat(held).argsort()
-        k, v = (gather_sequence(x, group).index_select(2, order) for x in (k, v))
-        distance = held[index][:, None] - torch.arange(length, device=q.device)
-        mask = (distance >= 0)[None, None]
-        if window is not None:
-            mask = mask & (distance < window)
-        if doc_ids is not None:
-            all_ids = stack_ranks(doc_ids, group).movedim(0, 1).flatten(1).index_select(1, order)
-            mask = mask & (doc_ids[:, None, :, None] == all_ids[:, None, None, :])
-    if mask is not None and sinks is not None:
-        mask = F.pad(mask, (1, 0, 1, 0), value=True)
-    return attend(q, k, v, mask, scale, sinks)
+        return visible_keys(length, window, doc_ids, device)
+    world = dist.get_world_size(group)
+    own = places(length * world, dist.get_rank(group), world, device)
+    distance = own[:, None] - torch.arange(length * world, device=device)
+    other = None
+    if doc_ids is not None:
+        gathered = stack_ranks(doc_ids, group).movedim(0, 1).flatten(1)
+        other = _in_order(gathered[..., None], group)[..., 0]
+    return _seen(distance, window, doc_ids, other)
 
 
-class Seat(NamedTuple):
-    """A place in the ring. `pass_on` starts an exchange of tensors of equal shapes on every rank:
-    the given ones go to the next rank; the call it returns waits and hands out the previous
-    rank's."""
+def _seen(distance: Tensor, window: int | None, own: Tensor | None, other: Tensor | None) -> Tensor:
+    seen = (distance >= 0)[None, None]
+    if window is not None:
+        seen = seen & (distance < window)
+    if own is not None and other is not None:
+        seen = seen & (own[:, None, :, None] == other[:, None, None, :])
+    return seen
+
+
+def _in_order(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Put the gathered shares of all ranks, [..., S, any], into the order of the sequence."""
+    if group is None:
+        return x
+    length, world = x.shape[-2], dist.get_world_size(group)
+    held = [places(length, rank, world, x.device) for rank in range(world)]
+    return x.index_select(-2, torch.cat(held).argsort())
+
+
+class Ring(NamedTuple):
+    """A rank's place in the ring, the scale and window of its attention, and its neighbours.
+
+    `pass_on` starts an exchange: the given tensors go to the next rank; the call it returns waits
+    and hands out the previous rank's, of the same shapes.
+    """
 
     index: int
     world: int
+    scale: float
+    window: int | None
     pass_on: Callable[[list[Tensor]], Callable[[], list[Tensor]]]
 
 
@@ -165,11 +190,11 @@ def _pass_on(tensors: list[Tensor], group: ProcessGroup) -> Callable[[], list[Te
     return wait
 
 
-def _visits(tensors: list[Tensor], seat: Seat) -> Iterator[tuple[int, list[Tensor]]]:
+def _visits(tensors: list[Tensor], ring: Ring) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield whose tensors are here, and them; the next are on their way meanwhile."""
-    for step in range(seat.world):
-        wait = seat.pass_on(tensors) if step < seat.world - 1 else None
-        yield (seat.index - step) % seat.world, tensors
+    for step in range(ring.world):
+        wait = ring.pass_on(tensors) if step < ring.world - 1 else None
+        yield (ring.index - step) % ring.world, tensors
         if wait is not None:
             tensors = wait()
 
@@ -227,29 +252,25 @@ def _tiles(block: Block, window: int | None) -> Iterator[Block]:
 
 
 def _pieces(
-    seat: Seat, source: int, q: Tensor, v: Tensor, window: int | None, docs: list[Tensor]
+    ring: Ring, source: int, q: Tensor, v: Tensor, docs: list[Tensor]
 ) -> Iterator[tuple[Block, Tensor | None]]:
     """Yield what is to be computed, with the mask of a tile, or None where a fused kernel can.
 
     docs: none, or this rank's and the visited rank's.
     """
     fused = not docs and _can_fuse(q, v)
-    for block in blocks(seat.index, source, seat.world, q.shape[2] // 2, window):
+    for block in blocks(ring.index, source, ring.world, q.shape[2] // 2, ring.window):
         if fused and block.form != "masked":
             yield block, None
             continue
-        for tile in _tiles(block, window):
+        for tile in _tiles(block, ring.window):
             rows = torch.arange(tile.rows.stop - tile.rows.start, device=q.device)
             columns = torch.arange(tile.columns.stop - tile.columns.start, device=q.device)
             distance = rows[:, None] - columns + tile.gap
-            seen = (distance >= 0)[None, None]
-            if window is not None:
-                seen = seen & (distance < window)
-            if docs:
-                own, other = docs[0][:, tile.rows], docs[1][:, tile.columns]
-                seen = seen & (own[:, None, :, None] == other[:, None, None, :])
-                if not seen.any():
-                    continue
+            ids = (docs[0][:, tile.rows], docs[1][:, tile.columns]) if docs else (None, None)
+            seen = _seen(distance, ring.window, *ids)
+            if docs and not seen.any():
+                continue
             yield tile, seen
 
 
@@ -267,15 +288,11 @@ def _widen(x: Tensor, width: int) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    aten = torch.ops.aten
-    on_cpu = q.device.type == "cpu"
-    flash = (
-        aten._scaled_dot_product_flash_attention_for_cpu
-        if on_cpu
-        else aten._scaled_dot_product_flash_attention
-    )
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(q, k, _widen(v, q.shape[-1]), 0.0, causal, scale=scale)[:2]
-    return out[..., : v.shape[-1]], lse
+    return out.narrow(-1, 0, v.shape[-1]), lse
 
 
 def _fused_backward(
@@ -297,13 +314,13 @@ def _fused_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     else:
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unread without dropout
+        # Random numbers are not read without dropout.
+        seed, offset = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, ()))
+        lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            *(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal),
-            *(seed, seed[0]),
-            scale=scale,
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset, scale=scale
         )
-    return dq, dk, dv[..., :width]
+    return dq, dk, dv.narrow(-1, 0, width)
 
 
 def _fold(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -360,12 +377,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _add(sums: tuple[Tensor, ...], parts: Sequence[Tensor]) -> None:
-    for total, part in zip(sums, parts, strict=True):
-        total.add_(part)
-
-
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -374,22 +386,20 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         doc_ids: Tensor | None,
-        scale: float,
-        window: int | None,
-        seat: Seat,
+        ring: Ring,
     ) -> Tensor:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
         docs = [] if doc_ids is None else [doc_ids.contiguous()]
-        for source, (k_, v_, *docs_) in _visits([k.contiguous(), v.contiguous(), *docs], seat):
-            for block, seen in _pieces(seat, source, q, v, window, docs + docs_):
+        for source, (k_, v_, *docs_) in _visits([k.contiguous(), v.contiguous(), *docs], ring):
+            for block, seen in _pieces(ring, source, q, v, docs + docs_):
                 rows, columns = block.rows, block.columns
                 share = (q[:, :, rows], k_[:, :, columns], v_[:, :, columns])
                 if seen is None:
-                    more = _fused(*share, block.form == "causal", scale)
+                    more = _fused(*share, block.form == "causal", ring.scale)
                 else:
-                    more = _plain(*share, seen, scale, dtype)
+                    more = _plain(*share, seen, ring.scale, dtype)
                 _merge(out[:, :, rows], lse[:, :, rows], *more)
         if sinks is not None:
             # A logit without a value: it only makes the other shares smaller.
@@ -398,51 +408,42 @@ class _Ring(torch.autograd.Function):
             lse = with_sink
         out_BSD = out.to(q.dtype).transpose(1, 2).flatten(2)
         ctx.save_for_backward(q, k, v, sinks, doc_ids, out_BSD, lse)
-        ctx.scale, ctx.window, ctx.seat = scale, window, seat
+        ctx.ring = ring
         return out_BSD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, doc_ids, out_BSD, lse = ctx.saved_tensors
-        seat, scale, dtype = ctx.seat, ctx.scale, lse.dtype
+        ring, dtype = ctx.ring, lse.dtype
         grad, out = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2) for x in (grad_BSD, out_BSD))
         delta = (grad.to(dtype) * out).sum(-1)
         docs = [] if doc_ids is None else [doc_ids.contiguous()]
         dq = torch.zeros_like(q, dtype=dtype)
         arrive = None
-        for source, (k_, v_, *docs_) in _visits([k.contiguous(), v.contiguous(), *docs], seat):
+        for source, (k_, v_, *docs_) in _visits([k.contiguous(), v.contiguous(), *docs], ring):
             dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_, v_))
-            for block, seen in _pieces(seat, source, q, v, ctx.window, docs + docs_):
+            for block, seen in _pieces(ring, source, q, v, docs + docs_):
                 rows, columns = block.rows, block.columns
                 share = (grad[:, :, rows], q[:, :, rows], k_[:, :, columns], v_[:, :, columns])
+                whole = (out[:, :, rows] if seen is None else delta[:, :, rows], lse[:, :, rows])
                 if seen is None:
-                    whole = (out[:, :, rows], lse[:, :, rows])
-                    more = _fused_backward(*share, *whole, block.form == "causal", scale)
+                    more = _fused_backward(*share, *whole, block.form == "causal", ring.scale)
                 else:
-                    more = _plain_backward(*share, delta[:, :, rows], lse[:, :, rows], seen, scale)
-                _add((dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]), more)
+                    more = _plain_backward(*share, *whole, seen, ring.scale)
+                sums = (dq[:, :, rows], dk[:, :, columns], dv[:, :, columns])
+                torch._foreach_add_(sums, more)
             if arrive is not None:
-                _add((dk, dv), arrive())  # from the ranks that had these keys before
-            if seat.world > 1:
-                arrive = seat.pass_on([dk, dv])
+                torch._foreach_add_((dk, dv), arrive())  # from the ranks that had these keys before
+            if ring.world > 1:
+                arrive = ring.pass_on([dk, dv])
         if arrive is not None:
             dk, dv = arrive()  # the last exchange went to their owner
         dsinks = None
         if sinks is not None:
             dsinks = -((sinks.to(dtype)[:, None] - lse).exp_() * delta).sum((0, 2)).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
-def ring_attend(
-    q_BHSA: Tensor,
-    k_BGSA: Tensor,
-    v_BGSA: Tensor,
-    sinks_H: Tensor | None,
-    doc_ids: Tensor | None,
-    scale: float,
-    window: int | None,
-    seat: Seat,
-) -> Tensor:
-    """Do the `ring` of `context_attend` from a given seat, whoever passes the tensors on."""
-    return _Ring.apply(q_BHSA, k_BGSA, v_BGSA, sinks_H, doc_ids, scale, window, seat)
+# Arguments q, k, v, sinks, doc_ids as in `context_attend`, and the Ring, whoever passes them on.
+ring_attend = _RingAttention.apply

@@ -8,33 +8,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from curry_train.config import ParallelConfig
-from curry_train.parallel import dims
+from curry_train.parallel.dims import DENSE_GROUPS, SPARSE_GROUPS, ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+VIEWS = {
+    "dense": {"pp": "pp", "dp_replicate": "dp_replicate", "fsdp": "fsdp", "tp": "tp"},
+    "sparse": {"pp": "pp", "dp_replicate": "dp_replicate", "efsdp": "efsdp", "ep": "ep"},
+}
+"""Torch's meshes: the dense view as parameters are stored, and the experts'. Axis -> group."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank, device and the named groups. `batch`: the ranks with different samples."""
+    """Rank, device, sizes and the named groups of parallel/dims.py."""
 
     rank: int
     world: int
     local_rank: int
     device: torch.device
-    sizes: dict[str, int]
+    dims: ParallelDims
     groups: dict[str, dist.ProcessGroup | None] = field(default_factory=dict)
+    views: dict[str, DeviceMesh] = field(default_factory=dict)
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> Mesh:
         """Return the mesh of one process without any group."""
-        sizes = dims.resolve(ParallelConfig(), 1)
-        return Mesh(0, 1, 0, torch.device(device), sizes)
+        return Mesh(0, 1, 0, torch.device(device), ParallelDims().resolve(1))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis."""
+        return self.dims.sizes
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return the group called `name` ("world" or "batch"); None means a group of one."""
+        """Return the group called `name`, see dims.PURPOSE; None means a group of one."""
         return self.groups.get(name)
 
     def size(self, name: str) -> int:
@@ -57,10 +72,40 @@ def build_mesh(
     """
     if not dist.is_initialized():
         return Mesh.single(device)
-    world = dist.get_world_size()
-    sizes = dims.resolve(parallel, world)
-    group = dist.new_group(timeout=timedelta(seconds=comm_timeout)) if world > 1 else None
-    return Mesh(dist.get_rank(), world, local_rank, device, sizes, {"world": group, "batch": group})
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dims = ParallelDims.of(parallel).resolve(world)
+    if world == 1:
+        return Mesh(rank, world, local_rank, device, dims)
+    timeout = timedelta(seconds=comm_timeout)
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(name: str) -> dist.ProcessGroup:
+        ranks = tuple(dims.members(name, rank))
+        if ranks not in made:  # groups of the same ranks are one
+            made[ranks] = dist.new_group(
+                list(ranks), timeout=timeout, use_local_synchronization=True
+            )
+        return made[ranks]
+
+    names = (*DENSE_GROUPS, *SPARSE_GROUPS)
+    groups = {name: group(name) for name in names if len(dims.members(name, rank)) > 1}
+    return Mesh(rank, world, local_rank, device, dims, groups, _views(dims, device, group))
+
+
+def _views(dims: ParallelDims, device: torch.device, group) -> dict[str, DeviceMesh]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    outer = (dims.pp, dims.dp_replicate)
+    shapes = {
+        "dense": (*outer, dims.dp_shard * dims.cp, dims.tp),
+        "sparse": (*outer, dims.efsdp, dims.ep),
+    }
+    views = {}
+    for view, axes in VIEWS.items():
+        ranks = torch.arange(dims.world).view(shapes[view])
+        own = [group(name) for name in axes.values()]
+        views[view] = DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=tuple(axes))
+    return views
 
 
 def agreed(value: int, mesh: Mesh) -> int:
