@@ -252,7 +252,7 @@ def test_without_verification_a_damaged_header_is_still_an_error(tmp_path):
         ({"tensors": {"w": {"dtype": [], "shape": [1], "chunks": []}}}, "expected dtype, shape"),
         ({"tensors": {"w": {"dtype": "object", "shape": [1], "chunks": []}}}, "dtype 'object'"),
         ({"tensors": {"w": {"dtype": "int8", "shape": [-1], "chunks": []}}}, "shape [-1]"),
-        ({"tensors": {"w": {"dtype": "int8", "shape": [2], "chunks": []}}}, "chunks hold 0"),
+        ({"tensors": {"w": {"dtype": "int8", "shape": [2], "chunks": []}}}, "no chunks hold"),
         ({"tensors": []}, "key tensors is []"),
     ],
 )
@@ -658,9 +658,10 @@ def refused(rank: int, world: int, root: Path, kind: str) -> str:
         return problems_of(save, root, 1, {"a.experts.w": tensor}, mesh=mesh)
     if kind == "replicas":
         return problems_of(save, root, 1, {"w": local, "equal": torch.ones(2)}, mesh=mesh)
-    if kind == "swapped":
+    if kind.startswith("swapped"):
+        dim = ["swapped rows", "swapped columns"].index(kind)
         rows = torch.arange(4.0).reshape(2, 2)
-        return problems_of(save, root, 1, {"w": rows.flip(0) if rank else rows}, mesh=mesh)
+        return problems_of(save, root, 1, {"w": rows.flip(dim) if rank else rows}, mesh=mesh)
     if kind == "shapes":
         return problems_of(save, root, 1, {"w": torch.zeros(2 + rank)}, mesh=mesh)
     if kind == "dtypes":
@@ -687,12 +688,13 @@ def refused(rank: int, world: int, root: Path, kind: str) -> str:
     [
         ("experts", ["a.experts.w has shape [2, 2]", "num_experts is 4"]),
         ("replicas", ["tensor w: ranks 0 and 1 write the same part", "different content"]),
-        ("swapped", ["tensor w: ranks 0 and 1 write the same part", "different content"]),
+        ("swapped rows", ["tensor w: ranks 0 and 1 write the same part", "different content"]),
+        ("swapped columns", ["tensor w: ranks 0 and 1 write the same part", "different content"]),
         ("shapes", ["tensor w: rank 0 holds float32 [2], rank 1 float32 [3]"]),
         ("dtypes", ["tensor w: rank 0 holds float32 [2], rank 1 float64 [2]"]),
-        ("hole", ["tensor w (float32 [4, 2])", "write 4 of its 8 elements"]),
-        ("mixed", ["tensor w (float32 [4, 2])", "ranks [0, 1] write 12 of its 8 elements"]),
-        ("overlap", ["ValueError: Failed to validate global plan"]),
+        ("hole", ["tensor w (float32 [4, 2]): boxes hold 4 of its 8 elements, not the one at [2"]),
+        ("mixed", ["[0:4, 0:2] and [2:4, 0:2] overlap in 4 elements; ranks [0, 1] hold it"]),
+        ("overlap", ["tensor w (float32 [4, 2])", "[0:2, 0:2] and [0:4, 1:2] overlap in 2"]),
         ("one rank", ["rank 1: w is a int; only tensors are saved"]),
     ],
 )

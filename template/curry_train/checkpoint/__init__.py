@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from curry_train.checkpoint.boxes import Box, cover_problem, outside
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -139,7 +140,7 @@ def _is_file_entry(entry: Any) -> bool:
 
 def _tensor_problem(entry: dict[str, Any], files: set[str]) -> str | None:
     """Say what is wrong with one tensor of a manifest; KeyError or TypeError: its structure."""
-    dtype, shape, covered = entry["dtype"], entry["shape"], 0
+    dtype, shape, boxes = entry["dtype"], entry["shape"], []
     if dtype not in DTYPES:
         return f"dtype {dtype!r} is none of {', '.join(DTYPES)}"
     if not _is_shape(shape):
@@ -148,14 +149,15 @@ def _tensor_problem(entry: dict[str, Any], files: set[str]) -> str | None:
         offset, size = chunk["offset"], chunk["shape"]
         if not (_is_shape(offset) and _is_shape(size) and len(offset) == len(size) == len(shape)):
             return f"chunk offset {offset!r} and shape {size!r} do not fit shape {shape}"
-        if any(at + width > total for at, width, total in zip(offset, size, shape, strict=True)):
+        boxes.append(Box(tuple(offset), tuple(size)))
+        if outside(boxes[-1], shape):
             return f"chunk at {offset} of shape {size} reaches outside shape {shape}"
         if chunk["file"] not in files or not isinstance(chunk["key"], str):
             return f"chunk {chunk['key']!r} of file {chunk['file']!r} is none of the listed files"
-        covered += math.prod(size)
-    if covered != math.prod(shape) or not entry["chunks"]:
-        return f"chunks hold {covered} elements, shape {shape} has {math.prod(shape)}"
-    return None
+    if not boxes:
+        return f"no chunks hold shape {shape}"
+    problem = cover_problem(shape, boxes)
+    return problem and f"{problem} (shape {shape})"
 
 
 def _is_count(value: Any) -> bool:

@@ -14,7 +14,6 @@ import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
 
 from curry_train.checkpoint import (
     DTYPES,
@@ -39,9 +37,14 @@ from curry_train.checkpoint import (
     manifest_sha256,
     read_manifest,
 )
+from curry_train.checkpoint.boxes import outside
 from curry_train.checkpoint.storage import (
-    GuardedPlanner,
+    Claim,
+    as_part,
+    box_of,
+    claim,
     dtype_name,
+    plan_save,
     rank_file,
     read_parts,
     write_file,
@@ -50,6 +53,7 @@ from curry_train.checkpoint.storage import (
     writing,
 )
 from curry_train.parallel.mesh import Mesh
+from curry_train.parallel.shards import Part
 
 __all__ = [
     "CheckpointError",
@@ -66,7 +70,7 @@ def save(
     root: Path,
     *,
     step: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Part],
     rank_tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
@@ -75,10 +79,12 @@ def save(
 ) -> Path:
     """Write root/step-XXXXXXXX and return it; every rank of the mesh calls this together.
 
-    tensors: the global state under canonical names. A DTensor is written shard by shard, each
-    shard once; a plain tensor is a replica, written by one rank, and every rank that names it
-    must hold the same bits. Ranks may hold different names (pipeline stages). Tensors named
-    `.experts.` must have num_experts of meta["model"] as shape[0].
+    tensors: the global state under canonical names, a Part for what the rank holds of one; a
+    DTensor is the Part of its shard, a plain tensor a Part that is the whole. Every distinct box
+    is written once, by one of the ranks that hold it; they must hold the same bits. The boxes of
+    all ranks must make the tensor, each element once. Ranks may hold different names (pipeline
+    stages) and boxes without elements. Tensors named `.experts.` must have num_experts of
+    meta["model"] as shape[0].
     rank_tensors: this rank's own, such as random states. meta: goes into the manifest.
     keep: newest complete checkpoints that stay, this one included; 0 keeps all.
 
@@ -87,33 +93,35 @@ def save(
     final = Path(root) / folder_name(step)
     listed = [{"name": name, "bytes": 0, "sha256": "0" * 64} for name in files]
     manifest = {**meta, "format": FORMAT, "step": step, "files": listed, "tensors": {}}
-    planner = GuardedPlanner(compare_replicas=mesh.world > 1)
+    parts: dict[str, Part] = {}
 
-    def plan_parts() -> SavePlan:
-        problems = _save_problems(manifest, {**tensors, **rank_tensors})
+    def claims() -> dict[str, Claim]:
+        problems = [f"meta or files: {problem}" for problem in manifest_problems(manifest)]
+        problems += _save_problems({**tensors, **rank_tensors}, meta)
         if problems:
             raise CheckpointError(problems)
-        planner.set_up_planner(dict(tensors), is_coordinator=mesh.rank == 0)
-        return planner.create_local_plan()
+        parts.update({name: as_part(tensor) for name, tensor in tensors.items()})
+        return {name: claim(part, compare=mesh.world > 1) for name, part in parts.items()}
 
-    def begin(plans: list[SavePlan]) -> list[tuple[Path | None, SavePlan]]:
-        plans, _ = planner.create_global_plan(plans)
+    def begin(ranks: list[dict[str, Claim]]) -> list[tuple[Path | None, dict[str, str]]]:
+        manifest["tensors"], keys = plan_save(ranks)
         temporary = _claim(final, meta["samples_consumed"])
-        return [(temporary, plan) for plan in plans]
+        return [(temporary, mine) for mine in keys]
 
-    def write() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        entries, placed = write_parts(temporary, mesh.rank, planner.finish_plan(plan), planner)
+    def write() -> list[dict[str, Any]]:
+        entries = write_parts(temporary, mesh.rank, parts, keys)
         if rank_tensors:
             entries.append(write_safetensors(temporary / rank_file(mesh.rank), rank_tensors))
         for name, content in files.items() if mesh.rank == 0 else ():
             entries.append(write_file(temporary / name, [content]))
-        return entries, placed
+        return entries
 
-    def end(written: list[tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
-        _commit(temporary, final, manifest, written)
+    def end(written: list[list[dict[str, Any]]]) -> None:
+        manifest["files"] = [entry for entries in written for entry in entries]
+        _commit(temporary, final, manifest)
         _prune(final, keep)
 
-    temporary, plan = _through_rank_zero(mesh, plan_parts, begin)
+    temporary, keys = _through_rank_zero(mesh, claims, begin)
     if temporary is not None:
         try:
             _through_rank_zero(mesh, write, end)
@@ -125,7 +133,7 @@ def save(
 
 def load(
     checkpoint: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Part],
     *,
     mesh: Mesh | None = None,
     verify: bool = True,
@@ -144,14 +152,18 @@ def load(
     """
     checkpoint, mesh = Path(checkpoint), mesh or Mesh.single()
     path, manifest = checkpoint / MANIFEST, {"tensors": {}}
-    try:
-        manifest = read_manifest(checkpoint)
+    parts: dict[str, Part] = {}
+
+    def look() -> tuple[list[str], list[str]]:
+        parts.update({name: as_part(tensor) for name, tensor in tensors.items()})
+        try:
+            manifest.update(read_manifest(checkpoint))
+        except CheckpointError as error:
+            return error.problems, list(parts)
         mine = manifest["files"][mesh.rank :: mesh.world]
         found = [file_problem(checkpoint, entry, verify=verify) for entry in mine]
         problems = [problem for problem in found if problem is not None]
-        problems += _mismatches(path, tensors, manifest["tensors"])
-    except CheckpointError as error:
-        problems = error.problems
+        return problems + _mismatches(path, parts, manifest["tensors"]), list(parts)
 
     def check(ranks: list[tuple[list[str], list[str]]]) -> None:
         wanted = {name for _, names in ranks for name in names}
@@ -162,9 +174,10 @@ def load(
         ]
         _raise_by_rank([problems for problems, _ in ranks], unknown)
 
-    _through_rank_zero(mesh, lambda: (problems, list(tensors)), check)
-    read = partial(read_parts, checkpoint, tensors, manifest["tensors"])
-    _through_rank_zero(mesh, read, lambda _: None)
+    _through_rank_zero(mesh, look, check)
+    _through_rank_zero(
+        mesh, lambda: read_parts(checkpoint, parts, manifest["tensors"]), lambda _: None
+    )
     return manifest
 
 
@@ -220,21 +233,11 @@ def _claim(final: Path, samples_consumed: int) -> Path | None:
     return temporary
 
 
-def _commit(
-    temporary: Path,
-    final: Path,
-    manifest: dict[str, Any],
-    written: list[tuple[list[dict[str, Any]], dict[str, Any]]],
-) -> None:
+def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of what all ranks wrote, name the folder and point `latest` to it.
 
     Once the folder has its name the checkpoint stands: a pointer that cannot be moved is a warning.
     """
-    tensors: dict[str, Any] = {}
-    for name, entry in (named for _, placed in written for named in placed.items()):
-        tensors.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
-    manifest["files"] = [entry for entries, _ in written for entry in entries]
-    manifest["tensors"] = dict(sorted(tensors.items()))
     text = json.dumps({**manifest, "sha256": manifest_sha256(manifest)}, allow_nan=False)
     write_file(temporary / MANIFEST, [text.encode()])
     with writing(final):
@@ -274,10 +277,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _save_problems(manifest: dict[str, Any], tensors: Mapping[str, Any]) -> list[str]:
-    problems = [f"meta or files: {problem}" for problem in manifest_problems(manifest)]
-    experts = (manifest.get("model") or {}).get("num_experts")
-    for name, tensor in tensors.items():
+def _save_problems(tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
+    problems = []
+    experts = (meta.get("model") or {}).get("num_experts")
+    for name, value in tensors.items():
+        tensor = value.tensor if isinstance(value, Part) else value
+        shape = list(value.shape) if isinstance(value, Tensor | Part) else []
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             problems.append(f"{name} is a {kind}; only tensors are saved, put it into meta")
@@ -287,22 +292,32 @@ def _save_problems(manifest: dict[str, Any], tensors: Mapping[str, Any]) -> list
         elif dtype_name(tensor.dtype) not in DTYPES:
             allowed = ", ".join(DTYPES)
             problems.append(f"tensor {name} is {dtype_name(tensor.dtype)}; allowed: {allowed}")
-        elif ".experts." in name and tensor.shape[:1] != (experts,):
+        elif ".experts." in name and shape[:1] != [experts]:
             problems.append(
-                f"tensor {name} has shape {list(tensor.shape)}, but the model's num_experts is "
-                f"{experts}: shape[0] must count the experts of all ranks, so give the global "
-                "tensor (a DTensor sharded over ep)"
+                f"tensor {name} has shape {shape}, but the model's num_experts is {experts}: "
+                "shape[0] must count the experts of all ranks, so give a Part of the global shape"
             )
+        else:
+            problems += _misplaced(name, as_part(value))
     return problems
 
 
-def _mismatches(path: Path, tensors: Mapping[str, Tensor], saved: dict[str, Any]) -> list[str]:
+def _misplaced(name: str, part: Part) -> list[str]:
+    if not outside(box_of(part), part.shape):
+        return []
+    return [
+        f"tensor {name}: a box of shape {list(part.tensor.shape)} at offset {list(part.offset)} "
+        f"lies outside the global shape {list(part.shape)}; set the Part's shape and offset"
+    ]
+
+
+def _mismatches(path: Path, parts: Mapping[str, Part], saved: dict[str, Any]) -> list[str]:
     problems = []
-    for name, tensor in tensors.items():
-        entry, shape, dtype = saved.get(name), list(tensor.shape), dtype_name(tensor.dtype)
+    for name, part in parts.items():
+        entry, shape, dtype = saved.get(name), list(part.shape), dtype_name(part.tensor.dtype)
         if entry is None:
             problems.append(f"{path}: tensor {name} is missing in the checkpoint")
-        elif tensor.is_meta:
+        elif part.tensor.is_meta:
             problems.append(f"tensor {name} is on the meta device; give it memory before loading")
         elif entry["shape"] != shape:
             problems.append(
@@ -314,6 +329,8 @@ def _mismatches(path: Path, tensors: Mapping[str, Tensor], saved: dict[str, Any]
                 f"{path}: tensor {name} is {entry['dtype']} in the checkpoint and {dtype} here; "
                 "set precision to what it was saved with"
             )
+        else:
+            problems += _misplaced(name, part)
     return problems
 
 

@@ -1,49 +1,49 @@
-"""How tensors get to disk and back: torch plans the parts, this file guards and moves them.
+"""How tensors get to disk and back: who writes which box, what is read of which file.
 
-torch.distributed.checkpoint's planners say who writes and reads which part of which tensor. Its
-own storage keeps metadata in a pickle, which must never be opened, so storage is ours: safetensors
-files, written in one pass and read through a memory map.
+A rank describes what it holds of a global tensor by a `Part`. Every distinct box is written once,
+to safetensors files in one pass, and read through a memory map: only the regions that a rank
+needs, whatever boxes the file has. torch.distributed.checkpoint is not used: its planners know
+only DTensor's boxes, and its storage keeps metadata in a pickle, which must never be opened.
 
-torch drops one of two parts with equal name and offset without looking at them. Expert-parallel
-ranks that each call their own experts `experts.up_proj` would lose all but one rank's, and the
-loss would show only after the next load. So every part that several ranks hold is compared.
+Expert-parallel ranks that each call their own experts `experts.up_proj` would lose all but one
+rank's, and the loss would show only after the next load. So every box that several ranks hold is
+compared by its bits, and boxes that overlap or leave a hole are refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-)
-from torch.distributed.tensor import DTensor
 
 from curry_train.checkpoint import DTYPES, CheckpointError
+from curry_train.checkpoint.boxes import Box, cover_problem
+from curry_train.parallel.shards import Part
+
+
+class Claim(NamedTuple):
+    """What a rank says of a tensor before a save; bits tell unequal replicas apart."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    bytes: int
+    bits: tuple[int, int] | None
+
+    @property
+    def kind(self) -> str:
+        """Return what must be equal on all ranks, in words."""
+        return f"{self.dtype} {[*self.shape]}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,93 +56,115 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class GuardedPlanner(DefaultSavePlanner):
-    """Write each part once, spread over the ranks; refuse parts that clash or leave holes."""
-
-    def __init__(self, *, compare_replicas: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._compare_replicas = compare_replicas
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        # Uneven sharding leaves some ranks without rows; such a part has nothing to write.
-        items = [i for i in plan.items if _elements(i) > 0 or math.prod(_data(i).size) == 0]
-        bits = {
-            item.index: _fingerprint(self.lookup_object(item.index))
-            for item in items
-            if self._compare_replicas and _has_replicas(self.state_dict[item.index.fqn])
-        }
-        return replace(plan, items=items, planner_data=bits)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        problems = _clashes(all_plans)
-        if problems:
-            raise CheckpointError(problems)
-        return super().create_global_plan(all_plans)
+def _tensor_file(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
 
 
-def _clashes(plans: list[SavePlan]) -> list[str]:
-    """Say which ranks disagree about a tensor, or how much of it no rank writes.
+def as_part(tensor: Tensor | Part) -> Part:
+    """Return a view of a tensor with its place: a DTensor's shard, all of a plain one."""
+    if isinstance(tensor, Part):
+        return tensor
+    if not hasattr(tensor, "__create_chunk_list__"):  # torch's word for checkpoints, of DTensor
+        return Part.whole(tensor)
+    (chunk,) = tensor.__create_chunk_list__()
+    return Part(tensor.detach().to_local(), tuple(tensor.shape), tuple(chunk.offsets))
 
-    Parts that overlap and leave as much unwritten elsewhere are left to torch, which refuses them.
+
+def box_of(part: Part) -> Box:
+    """Return the place of a part in its global tensor."""
+    return Box(tuple(part.offset), tuple(part.tensor.shape))
+
+
+def claim(part: Part, *, compare: bool) -> Claim:
+    """Describe a part to rank 0; compare: with the fingerprint of its values."""
+    tensor = part.tensor
+    bits = _fingerprint(tensor) if compare else None
+    return Claim(dtype_name(tensor.dtype), tuple(part.shape), box_of(part), tensor.nbytes, bits)
+
+
+def plan_save(ranks: Sequence[Mapping[str, Claim]]) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Return the manifest's tensors and, for every rank, the names it writes with their keys.
+
+    Every distinct box goes to the rank with the least to write among those that hold it; boxes
+    with the fewest holders choose first. Raises: CheckpointError when ranks disagree about a
+    tensor or their boxes overlap or leave a hole.
     """
-    tensors: dict[str, dict[torch.Size, tuple[int, WriteItem, Any]]] = defaultdict(dict)
-    problems = []
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            name, data, bits = item.index.fqn, _data(item), plan.planner_data.get(item.index)
-            parts = tensors[name]
-            twin, other, twin_bits = parts.setdefault(data.chunk.offsets, (rank, item, bits))
-            first, known, _ = next(iter(parts.values()))
-            if _kind(known) != _kind(item):
-                problems.append(
-                    f"tensor {name}: rank {first} holds {_kind(known)}, rank {rank} {_kind(item)}; "
-                    "every rank must hold the global shape"
-                )
-            elif (_data(other).chunk.sizes, twin_bits) != (data.chunk.sizes, bits):
-                problems.append(
-                    f"tensor {name}: ranks {twin} and {rank} write the same part, offset "
-                    f"{[*data.chunk.offsets]}, with different content; shard the tensor (DTensor) "
-                    "or make the replicas equal"
-                )
-    for name, parts in tensors.items() if not problems else ():
-        ranks, items, _ = zip(*parts.values(), strict=True)
-        written, total = sum(map(_elements, items)), math.prod(_data(items[0]).size)
-        if written != total:
-            problems.append(
-                f"tensor {name} ({_kind(items[0])}): ranks {sorted({*ranks})} write {written} of "
-                f"its {total} elements; every element must be written once"
+    held: dict[str, list[tuple[int, Claim]]] = defaultdict(list)
+    for rank, claims in enumerate(ranks):
+        for name, found in claims.items():
+            held[name].append((rank, found))
+    problems = [f"tensor {name}{text}" for name, of in held.items() if (text := _clash(of))]
+    if problems:
+        raise CheckpointError(problems)
+    holders: dict[tuple[str, Claim], list[int]] = defaultdict(list)
+    for name, of in held.items():
+        filled = [(rank, found) for rank, found in of if found.bytes]
+        for rank, found in filled or of[:1]:  # one empty box says that a tensor has no elements
+            holders[name, found].append(rank)
+    tensors: dict[str, Any] = {}
+    keys: list[dict[str, str]] = [{} for _ in ranks]
+    loads = [0] * len(ranks)
+    order = sorted(holders.items(), key=lambda h: (len(h[1]), -h[0][1].bytes, h[0]))
+    for (name, found), among in order:
+        rank = min(among, key=lambda rank: (loads[rank], rank))
+        loads[rank] += found.bytes
+        offset, size, shape = [*found.box.offset], [*found.box.size], [*found.shape]
+        key = name if size == shape else f"{name}@{','.join(map(str, offset))}"
+        keys[rank][name] = key
+        entry = tensors.setdefault(name, {"dtype": found.dtype, "shape": shape, "chunks": []})
+        chunk = {"offset": offset, "shape": size, "file": _tensor_file(rank), "key": key}
+        entry["chunks"].append(chunk)
+    for entry in tensors.values():
+        entry["chunks"].sort(key=lambda chunk: chunk["offset"])
+    return dict(sorted(tensors.items())), keys
+
+
+def _clash(held: list[tuple[int, Claim]]) -> str | None:
+    """Say how the ranks disagree about one tensor, or where their boxes overlap or miss some."""
+    first, wanted = held[0]
+    seen: dict[Box, tuple[int, tuple[int, int] | None]] = {}
+    for rank, found in held:
+        if found.kind != wanted.kind:
+            return (
+                f": rank {first} holds {wanted.kind}, rank {rank} {found.kind}; every rank must "
+                "hold the global shape"
             )
-    return problems
+        twin, bits = seen.setdefault(found.box, (rank, found.bits))
+        if bits != found.bits:
+            return (
+                f": ranks {twin} and {rank} write the same part, offset {[*found.box.offset]}, "
+                "with different content; give each rank the offset of its Part or make the "
+                "replicas equal"
+            )
+    problem = cover_problem(wanted.shape, seen)
+    if problem is None:
+        return None
+    ranks = sorted({rank for rank, _ in held})
+    return (
+        f" ({wanted.kind}): {problem}; ranks {ranks} hold it, and every element must be written "
+        "once: give each rank the shape and offset of its Part"
+    )
 
 
-def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None, "dcp.save lets only tensors pass"
-    return item.tensor_data
+def _fingerprint(tensor: Tensor) -> tuple[int, int]:
+    """Sum the bits of rows and of columns, weighted by their place, so that unequal replicas show.
 
-
-def _elements(item: WriteItem) -> int:
-    return math.prod(_data(item).chunk.sizes)
-
-
-def _kind(item: WriteItem) -> str:
-    data = _data(item)
-    return f"{dtype_name(data.properties.dtype)} {[*data.size]}"
-
-
-def _has_replicas(value: Tensor) -> bool:
-    if not isinstance(value, DTensor):
-        return True
-    axes = zip(value.placements, value.device_mesh.shape, strict=True)
-    return any(placement.is_replicate() and size > 1 for placement, size in axes)
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """Sum the bits of every row, weighted by the row: unequal replicas show in eight bytes."""
+    Eight bytes each; a swap of two rows or two columns shows as well.
+    """
+    if not tensor.numel():
+        return 0, 0
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(integers[tensor.element_size()])
-    rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1).sum(1, dtype=torch.int64)
-    return int((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum())
+    bits = _flat(tensor).view(integers[tensor.element_size()])
+    rows = bits.reshape(tensor.shape[0] if tensor.dim() > 1 else len(bits), -1)
+    sums = (rows.sum(dim, dtype=torch.int64) for dim in (1, 0))
+    first, second = (int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums)
+    return first, second
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the values in a row; a view where they lie so."""
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,))  # reshape keeps an odd stride of one element
 
 
 @contextmanager
@@ -188,70 +210,48 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, An
     def chunks() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little") + text
         for _, tensor in ordered:
-            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield _flat(tensor.cpu()).view(torch.uint8).numpy()
 
     return write_file(path, chunks())
 
 
 def write_parts(
-    folder: Path, rank: int, plan: SavePlan, planner: SavePlanner
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Write what the plan gives this rank; return its words for files and tensors in the manifest.
-
-    Nothing to write: no file.
-    """
-    file, parts, entries = f"tensors-{rank:05d}.safetensors", {}, {}
-    for item in plan.items:
-        data, key = _data(item), item.index.fqn
-        offset, shape = [*data.chunk.offsets], [*data.chunk.sizes]
-        if data.chunk.sizes != data.size:
-            key += "@" + ",".join(map(str, offset))
-        parts[key] = planner.resolve_data(item)
-        dtype = dtype_name(data.properties.dtype)
-        entry = {"dtype": dtype, "shape": [*data.size], "chunks": []}
-        chunk = {"offset": offset, "shape": shape, "file": file, "key": key}
-        entries.setdefault(item.index.fqn, entry)["chunks"].append(chunk)
-    return [write_safetensors(folder / file, parts)] if parts else [], entries
+    folder: Path, rank: int, parts: Mapping[str, Part], keys: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Write the parts that `keys` names; return the file's entry, none when there is nothing."""
+    tensors = {key: parts[name].tensor for name, key in keys.items()}
+    return [write_safetensors(folder / _tensor_file(rank), tensors)] if tensors else []
 
 
-def read_parts(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Copy what this rank holds of each tensor from the files' memory maps, in place.
+def read_parts(folder: Path, parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
+    """Fill the parts of this rank from the files' memory maps, in place.
 
     saved: the tensors of the manifest. Raises: CheckpointError with the file and key.
     """
-    places, state = {}, {}
-    for name, entry in saved.items():
-        boxes = []
-        for chunk in entry["chunks"]:
-            offset = torch.Size(chunk["offset"])
-            boxes.append(ChunkStorageMetadata(offset, torch.Size(chunk["shape"])))
-            places[MetadataIndex(name, offset)] = (DTYPES[entry["dtype"]], chunk)
-        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
-        state[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), Metadata(state))
-    by_file = defaultdict(list)
-    for item in planner.create_local_plan().items:
-        by_file[places[item.storage_index][1]["file"]].append(item)
+    by_file: dict[str, list[tuple[Tensor, Box, Box, str, dict[str, Any]]]] = defaultdict(list)
+    for name, part in parts.items():
+        mine, dtype = box_of(part), DTYPES[saved[name]["dtype"]]
+        for chunk in saved[name]["chunks"]:
+            stored = Box(tuple(chunk["offset"]), tuple(chunk["shape"]))
+            both = mine.meet(stored)
+            if both.elements:
+                target = part.tensor.detach()[both.within(mine)]
+                by_file[chunk["file"]].append((target, both, stored, dtype, chunk))
     for file, items in by_file.items():
         path = folder / file
         try:
-            with safe_open(path, framework="pt") as stored:
-                for item in items:
-                    region = _region(stored, path, item, *places[item.storage_index])
-                    planner.resolve_tensor(item).detach().copy_(region)
+            with safe_open(path, framework="pt") as opened:
+                for target, both, stored, dtype, chunk in items:
+                    block = opened.get_slice(chunk["key"])
+                    found = f"{block.get_dtype()} {block.get_shape()}"
+                    wanted = f"{dtype} {chunk['shape']}"
+                    if found != wanted:
+                        raise CheckpointError(
+                            f"{path} key {chunk['key']} is {found}, the manifest says {wanted}"
+                        )
+                    if both == stored:
+                        target.copy_(opened.get_tensor(chunk["key"]))
+                    else:
+                        target.copy_(block[both.within(stored)])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is no valid safetensors file: {error}") from None
-
-
-def _region(stored: Any, path: Path, item: ReadItem, dtype: str, chunk: dict[str, Any]) -> Tensor:
-    """Return the slice of a stored chunk that an item asks for."""
-    block = stored.get_slice(chunk["key"])
-    found = f"{block.get_dtype()} {block.get_shape()}"
-    if found != f"{dtype} {chunk['shape']}":
-        wanted = f"{dtype} {chunk['shape']}"
-        raise CheckpointError(f"{path} key {chunk['key']} is {found}, the manifest says {wanted}")
-    if not chunk["shape"]:
-        return stored.get_tensor(chunk["key"])
-    bounds = zip(item.storage_offsets, item.lengths, strict=True)
-    return block[tuple(slice(start, start + length) for start, length in bounds)]

@@ -1,0 +1,373 @@
+"""Any layout of ranks loads what any other saved, bit for bit; what is no layout is refused."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import meta, problems_of, save, world_mesh
+from torch import Tensor
+
+from curry_train.checkpoint import dcp
+from curry_train.checkpoint.boxes import Box, cover_problem, outside
+from curry_train.parallel.mesh import Mesh
+from curry_train.parallel.shards import Part
+from curry_train.testing import run_ranks
+
+SHAPES = {
+    "model.embed_tokens.weight": (10, 6),
+    "model.layers.0.self_attn.q_proj.weight": (8, 12),
+    "model.layers.0.norm.weight": (6,),
+    "model.layers.1.mlp.experts.up_proj.weight": (8, 4, 3),
+    "model.layers.2.self_attn.q_proj.weight": (5, 7),
+    "model.layers.3.mlp.experts.up_proj.weight": (8, 2, 5),
+    "model.norm.weight": (3,),
+    "optim.step": (),
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+NAN = 0x7FC0_1234  # a NaN with a payload: only a copy of bits keeps it
+
+
+def whole(few_experts: bool = False) -> dict[str, Tensor]:
+    """Return the global state: weights, and moments of another precision beside them."""
+    generator, state = torch.Generator().manual_seed(5), {}
+    for at, (name, shape) in enumerate(SHAPES.items()):
+        size = (4, *shape[1:]) if few_experts and ".experts." in name else shape
+        value = torch.randn(size, generator=generator) * 100
+        state[name] = value.to(DTYPES[at % len(DTYPES)])
+        if shape:
+            state[f"optim.exp_avg.{name}"] = value.double().square()
+    state["model.embed_tokens.weight"].view(torch.int32)[3, 2] = NAN
+    return state
+
+
+def cut(box: Box, dim: int, count: int, index: int) -> Box:
+    """Take piece `index` of `count` along a dimension, as torch.chunk does: the last are small."""
+    if dim >= len(box.size):
+        return box
+    piece = math.ceil(box.size[dim] / count)
+    start, end = (min(i * piece, box.size[dim]) for i in (index, index + 1))
+    offset, size = list(box.offset), list(box.size)
+    offset[dim], size[dim] = offset[dim] + start, end - start
+    return Box(tuple(offset), tuple(size))
+
+
+def rows(box: Box, rank: int, world: int, name: str) -> Box | None:
+    return cut(box, 0, world, rank)
+
+
+def ragged(box: Box, rank: int, world: int, name: str) -> Box | None:
+    """Rank 0 has one row, rank 1 none, rank 2 the rest; a scalar is everybody's."""
+    if not box.size:
+        return box
+    start, end = (min(at, box.size[0]) for at in ((0, 1), (1, 1), (1, 99))[rank])
+    return Box((start, *box.offset[1:]), (end - start, *box.size[1:]))
+
+
+def columns_and_rows(box: Box, rank: int, world: int, name: str) -> Box | None:
+    """tp on dim 1, fsdp on dim 0; a vector is replicated over tp."""
+    return cut(cut(box, 1, 2, rank % 2), 0, world // 2, rank // 2)
+
+
+def rows_and_columns(box: Box, rank: int, world: int, name: str) -> Box | None:
+    return cut(cut(box, 0, 2, rank % 2), 1, 2, rank // 2)
+
+
+def nested(box: Box, rank: int, world: int, name: str) -> Box | None:
+    """tp and then fsdp on dim 0: neighbours in memory are no neighbours in the tensor."""
+    return cut(cut(box, 0, 2, rank % 2), 0, world // 2, rank // 2)
+
+
+def stages(box: Box, rank: int, world: int, name: str) -> Box | None:
+    """Two stages in a V (the outer layers on the first) of two fsdp ranks each."""
+    inner = any(f"layers.{layer}." in name for layer in (1, 2))
+    return cut(box, 0, 2, rank % 2) if name == "optim.step" or inner == (rank // 2) else None
+
+
+def replicas(box: Box, rank: int, world: int, name: str) -> Box | None:
+    return cut(box, 0, 2, rank % 2)
+
+
+def everywhere(box: Box, rank: int, world: int, name: str) -> Box | None:
+    return box
+
+
+LAYOUTS = {
+    "one process": (1, everywhere),
+    "rows of 2": (2, rows),
+    "rows of 3": (3, rows),
+    "rows of 4": (4, rows),
+    "rows of 8": (8, rows),
+    "ragged rows": (3, ragged),
+    "columns and rows": (4, columns_and_rows),
+    "rows and columns": (4, rows_and_columns),
+    "nested rows": (4, nested),
+    "stages": (4, stages),
+    "replicas of rows": (4, replicas),
+    "full replicas": (2, everywhere),
+}
+
+
+def parts_of(state: dict[str, Tensor], layout: str, rank: int, fill: bool) -> dict[str, Any]:
+    """Return what a rank holds, values or ones; ranks 1, 3 ... hold views of stride two."""
+    world, place = LAYOUTS[layout]
+    parts: dict[str, Any] = {}
+    for name, tensor in state.items():
+        box = place(Box((0,) * tensor.dim(), tuple(tensor.shape)), rank, world, name)
+        if box is None:
+            continue
+        memory = torch.ones((*box.size, 2), dtype=tensor.dtype)
+        local = memory[..., 1] if rank % 2 else memory[..., 0].contiguous()
+        if fill:
+            local.copy_(tensor[box.within(Box((0,) * tensor.dim(), tuple(tensor.shape)))])
+        parts[name] = Part(local, tuple(tensor.shape), box.offset)
+    return parts
+
+
+def mesh_of(world: int) -> Mesh:
+    return world_mesh() if world > 1 else Mesh.single()
+
+
+def save_layout(rank: int, world: int, root: Path, layout: str, few: bool) -> str:
+    parts = parts_of(whole(few), layout, rank, fill=True)
+    experts = 4 if few else 8
+    return str(save(root, 1, parts, mesh=mesh_of(world), meta=meta(8, experts)))
+
+
+def load_layout(rank: int, world: int, paths: list[Path], layout: str, few: bool) -> int:
+    state, compared = whole(few), 0
+    wanted = parts_of(state, layout, rank, fill=True)
+    for path in paths:
+        parts = parts_of(state, layout, rank, fill=False)
+        dcp.load(path, parts, mesh=mesh_of(world))
+        for name, part in parts.items():
+            pair = [
+                p.tensor.clone(memory_format=torch.contiguous_format) for p in (part, wanted[name])
+            ]
+            found, truth = (tensor.reshape(-1).view(torch.uint8) for tensor in pair)
+            assert torch.equal(found, truth), f"{layout} from {path.parent.name}: {name}"
+            compared += part.tensor.numel()
+            beside = part.tensor._base  # what lies between the strides belongs to others
+            assert beside is None or not rank % 2 or bool((beside[..., 0] == 1).all()), name
+    return compared
+
+
+def on_ranks(function: Any, layout: str, *args: Any) -> list[Any]:
+    world = LAYOUTS[layout][0]
+    return run_ranks(function, world, *args) if world > 1 else [function(0, 1, *args)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["8 experts", "4 experts"])
+def sources(request, tmp_path_factory) -> tuple[bool, list[Path]]:
+    """Save the state once from every layout."""
+    few, paths = request.param, []
+    for layout in LAYOUTS:
+        root = tmp_path_factory.mktemp(layout.replace(" ", "_"))
+        paths.append(Path(on_ranks(save_layout, layout, root, layout, few)[0]))
+    return few, paths
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_loads_what_every_layout_saved_bit_for_bit(sources, layout):
+    few, paths = sources
+    compared = on_ranks(load_layout, layout, paths, layout, few)
+    held = sum(tensor.numel() for tensor in whole(few).values()) * len(paths)
+    assert sum(compared) >= held, "some element was compared on no rank"
+
+
+def test_every_box_is_written_once_and_replicas_share_the_writing(sources):
+    few, paths = sources
+    for layout, path in zip(LAYOUTS, paths, strict=True):
+        tensors = dcp.read_manifest(path)["tensors"]
+        assert {name: tuple(entry["shape"]) for name, entry in tensors.items()} == {
+            name: tuple(tensor.shape) for name, tensor in whole(few).items()
+        }
+        written: dict[str, int] = {}
+        for entry in tensors.values():
+            size = getattr(torch, entry["dtype"]).itemsize
+            for chunk in entry["chunks"]:
+                assert math.prod(chunk["shape"]) > 0
+                bytes_ = size * math.prod(chunk["shape"])
+                written[chunk["file"]] = written.get(chunk["file"], 0) + bytes_
+        assert sum(written.values()) == sum(tensor.nbytes for tensor in whole(few).values())
+        if "replicas" in layout:
+            assert len(written) == LAYOUTS[layout][0]
+            assert max(written.values()) - min(written.values()) <= 400, (layout, written)
+
+
+def test_the_same_layout_writes_the_same_files_every_time(tmp_path):
+    layout = "replicas of rows"
+    one, two = (
+        Path(on_ranks(save_layout, layout, tmp_path / name, layout, False)[0]) for name in "ab"
+    )
+    assert dcp.read_manifest(one)["tensors"] == dcp.read_manifest(two)["tensors"]
+    for file in one.glob("tensors-*"):
+        assert file.read_bytes() == (two / file.name).read_bytes()
+
+
+def test_only_the_files_that_hold_a_box_are_opened(sources):
+    few, paths = sources
+    path = paths[list(LAYOUTS).index("rows of 2")]
+    name = "model.embed_tokens.weight"
+    second, state = path / "tensors-00001.safetensors", whole(few)
+    content = second.read_bytes()
+    ignored = [other for other in state if other != name]
+    try:
+        second.write_bytes(b"\xff" * len(content))
+        for rows_, opened in ((5, False), (6, True)):
+            part = Part(torch.zeros(rows_, 2), (10, 6), (0, 3))
+            if opened:
+                message = problems_of(dcp.load, path, {name: part}, verify=False, ignore=ignored)
+                assert f"{second} is no valid safetensors file" in message
+            else:
+                dcp.load(path, {name: part}, verify=False, ignore=ignored)
+                assert torch.equal(part.tensor, state[name][:5, 3:5])
+    finally:
+        second.write_bytes(content)
+
+
+# What is no layout.
+
+EXPERTS = "model.layers.1.mlp.experts.up_proj.weight"
+
+
+def wrong_parts(kind: str, rank: int) -> dict[str, Any]:
+    """Return what rank 0 or 1 claims of tensors whose halves would be [0:4] and [4:8]."""
+    local = torch.full((4, 2), float(rank))
+    claims = {
+        "local experts": {EXPERTS: local},
+        "local experts, equal bits": {EXPERTS: torch.ones(4, 2)},
+        "forgotten offset": {EXPERTS: Part(local, (8, 2), (0, 0))},
+        "forgotten offset, equal bits": {EXPERTS: Part(torch.ones(4, 2), (8, 2), (0, 0))},
+        "one bit": {"w": Part(torch.tensor([0.0 if rank else -0.0] * 4), (4,), (0,))},
+        "hole": {"w": Part(torch.ones(4 - rank, 2), (8, 2), (4 * rank, 0))},
+        "hole between": {"w": Part(torch.ones(4 - rank, 2), (8, 2), (5 * rank, 0))},
+        "overlap": {"w": Part(torch.ones(5 - rank, 2), (8, 2), (4 * rank, 0))},
+        "overlap and hole": {"w": Part(torch.ones(4, 2), (8, 2), (3 * rank, 0))},
+        "inside": {"w": Part(torch.ones(8 - 6 * rank, 2), (8, 2), (2 * rank, 0))},
+        "outside": {"w": Part(torch.ones(4, 2), (8, 2), (5 * rank, 0))},
+        "negative": {"w": Part(torch.ones(4, 2), (8, 2), (4 * rank - 4, 0))},
+        "dimensions": {"w": Part(torch.ones(8), (8, 2), (0, rank))},
+        "global shape": {"w": Part(torch.ones(4, 2), (8 + rank, 2), (4 * rank, 0))},
+        "nothing": {"w": Part(torch.ones(0, 2), (8, 2), (8 * rank, 0))},
+        "no tensor": {"w": Part([1.0], (1,), (0,))},  # type: ignore[arg-type]
+    }
+    return claims[kind]
+
+
+WRONG = {
+    "local experts": [EXPERTS, "has shape [4, 2]", "num_experts is 8"],
+    "local experts, equal bits": [EXPERTS, "has shape [4, 2]", "num_experts is 8"],
+    "forgotten offset": [f"tensor {EXPERTS}: ranks 0 and 1", "offset [0, 0]", "different content"],
+    "forgotten offset, equal bits": [EXPERTS, "hold 8 of its 16 elements, not the one at [4, 0]"],
+    "one bit": ["tensor w: ranks 0 and 1 write the same part, offset [0]", "different content"],
+    "hole": ["tensor w (float32 [8, 2])", "hold 14 of its 16 elements, not the one at [7, 0]"],
+    "hole between": ["tensor w (float32", "hold 14 of its 16 elements, not the one at [4, 0]"],
+    "overlap": ["tensor w", "boxes [0:5, 0:2] and [4:8, 0:2] overlap in 2 elements"],
+    "overlap and hole": ["tensor w", "boxes [0:4, 0:2] and [3:7, 0:2] overlap in 2 elements"],
+    "inside": ["tensor w", "boxes [0:8, 0:2] and [2:4, 0:2] overlap in 4 elements"],
+    "outside": ["rank 1: tensor w: a box of shape [4, 2] at offset [5, 0] lies outside", "[8, 2]"],
+    "negative": ["rank 0: tensor w: a box of shape [4, 2] at offset [-4, 0] lies outside"],
+    "dimensions": ["tensor w: a box of shape [8] at offset [0, 0] lies outside", "[8, 2]"],
+    "global shape": ["tensor w: rank 0 holds float32 [8, 2], rank 1 float32 [9, 2]"],
+    "nothing": ["tensor w (float32 [8, 2]): boxes hold 0 of its 16 elements"],
+    "no tensor": ["w is a list; only tensors are saved"],
+}
+
+
+def save_wrong(rank: int, world: int, root: Path) -> dict[str, str]:
+    mesh = world_mesh()
+    return {
+        kind: problems_of(save, root, 1, wrong_parts(kind, rank), mesh=mesh, meta=meta(8, 8))
+        for kind in WRONG
+    }
+
+
+def test_what_is_no_layout_is_refused_on_every_rank_with_name_and_numbers(tmp_path):
+    root = tmp_path / "checkpoints"
+    first, second = run_ranks(save_wrong, 2, root)
+    assert first == second
+    for kind, words in WRONG.items():
+        assert all(word in first[kind] for word in words), (kind, first[kind])
+    assert not root.exists()
+
+
+def test_a_part_outside_its_tensor_is_refused_at_load_and_nothing_is_changed(tmp_path):
+    path = save(tmp_path, 1, {"w": torch.arange(16.0).reshape(8, 2), "v": torch.ones(2)})
+    for part, words in [
+        (
+            Part(torch.zeros(4, 2), (8, 2), (5, 0)),
+            "a box of shape [4, 2] at offset [5, 0] lies out",
+        ),
+        (Part(torch.zeros(4, 2), (4, 2), (0, 0)), "has shape [8, 2] in the checkpoint and [4, 2]"),
+        (Part(torch.zeros(4, 2).double(), (8, 2), (0, 0)), "is float32 in the checkpoint"),
+        (Part(torch.zeros(4, 2, device="meta"), (8, 2), (0, 0)), "on the meta device"),
+    ]:
+        other = torch.zeros(2)
+        assert words in problems_of(dcp.load, path, {"w": part, "v": other})
+        assert not other.any()
+
+
+def test_chunks_of_a_manifest_that_overlap_or_leave_a_hole_are_refused(tmp_path):
+    from test_checkpoint import edit_manifest
+
+    path = save(tmp_path, 1, {"w": torch.ones(4)})
+    tensors = dcp.read_manifest(path)["tensors"]
+    chunk = tensors["w"]["chunks"][0]
+    for places, words in [
+        (((0, 3), (2, 1)), "boxes [0:3] and [2:3] overlap in 1 elements"),
+        (((0, 2), (3, 1)), "boxes hold 3 of its 4 elements, not the one at [2]"),
+    ]:
+        tensors["w"]["chunks"] = [{**chunk, "offset": [at], "shape": [n]} for at, n in places]
+        edit_manifest(path, tensors=tensors)
+        assert words in problems_of(dcp.read_manifest, path)
+
+
+# Boxes against a count of every element.
+
+
+def random_boxes(draw: random.Random) -> tuple[tuple[int, ...], list[Box]]:
+    """Return a shape and boxes that often cover it: cuts of cuts, some dropped, some added."""
+    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 3)))
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw.randint(0, 4) if shape else 0):
+        box = boxes.pop(draw.randrange(len(boxes)))
+        dim, count = draw.randrange(len(shape)), draw.randint(1, 3)
+        boxes += [cut(box, dim, count, index) for index in range(count)]
+    if draw.random() < 0.3:
+        boxes.pop(draw.randrange(len(boxes)))
+    if shape and draw.random() < 0.4:
+        offset = tuple(draw.randrange(size) for size in shape)
+        ends = (draw.randint(at, n) for at, n in zip(offset, shape, strict=True))
+        boxes.append(Box(offset, tuple(end - at for at, end in zip(offset, ends, strict=True))))
+    draw.shuffle(boxes)
+    return shape, boxes
+
+
+def test_cover_problem_agrees_with_a_count_of_every_element():
+    draw, seen = random.Random(3), {"covered": 0, "overlap": 0, "hole": 0}
+    for _ in range(600):
+        shape, boxes = random_boxes(draw)
+        count = np.zeros(shape, dtype=int)
+        for box in boxes:
+            assert not outside(box, shape)
+            count[box.within(Box((0,) * len(shape), shape))] += 1
+        problem, case = cover_problem(shape, boxes), (shape, [*map(str, boxes)])
+        if (count > 1).any():
+            seen["overlap"] += 1
+            assert problem is not None and "overlap" in problem, case
+        elif (count == 0).any():
+            seen["hole"] += 1
+            first = [int(at) for at in np.argwhere(count == 0)[0]]
+            assert problem == (
+                f"boxes hold {count.sum()} of its {count.size} elements, not the one at {first}"
+            ), case
+        else:
+            seen["covered"] += 1
+            assert problem is None, case
+    assert min(seen.values()) > 50, seen
