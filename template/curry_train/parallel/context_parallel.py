@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from curry_train.parallel.collectives import gather_sequence, stack_ranks
 
-TILE = 512  # queries and keys whose scores exist at once where no fused kernel takes the mask
+TILE = 128  # queries and keys whose scores exist at once where no fused kernel takes the mask
 KINDS = ("ring", "all_gather")
 
 
@@ -240,11 +240,11 @@ def blocks(index: int, source: int, world: int, chunk: int, window: int | None) 
     return found
 
 
-def _tiles(block: Block, window: int | None) -> Iterator[Block]:
-    for top in range(block.rows.start, block.rows.stop, TILE):
-        rows = slice(top, min(top + TILE, block.rows.stop))
-        for left in range(block.columns.start, block.columns.stop, TILE):
-            columns = slice(left, min(left + TILE, block.columns.stop))
+def _tiles(block: Block, window: int | None, edge: int) -> Iterator[Block]:
+    for top in range(block.rows.start, block.rows.stop, edge):
+        rows = slice(top, min(top + edge, block.rows.stop))
+        for left in range(block.columns.start, block.columns.stop, edge):
+            columns = slice(left, min(left + edge, block.columns.stop))
             gap = block.gap + (top - block.rows.start) - (left - block.columns.start)
             form = _form(gap, rows.stop - top, columns.stop - left, window)
             if form is not None:
@@ -259,11 +259,12 @@ def _pieces(
     docs: none, or this rank's and the visited rank's.
     """
     fused = not docs and _can_fuse(q, v)
+    edge = TILE if q.device.type == "cpu" else 4 * TILE  # a cache is small, a launch is dear
     for block in blocks(ring.index, source, ring.world, q.shape[2] // 2, ring.window):
         if fused and block.form != "masked":
             yield block, None
             continue
-        for tile in _tiles(block, ring.window):
+        for tile in _tiles(block, ring.window, edge):
             rows = torch.arange(tile.rows.stop - tile.rows.start, device=q.device)
             columns = torch.arange(tile.columns.stop - tile.columns.start, device=q.device)
             distance = rows[:, None] - columns + tile.gap
@@ -314,7 +315,6 @@ def _fused_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     else:
-        # Random numbers are not read without dropout.
         seed, offset = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, ()))
         lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
