@@ -15,9 +15,12 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curry_train.config import Config, ConfigError
+from curry_train.tracking import flight_recorder
 from curry_train.tracking.progress import tell
 
 if TYPE_CHECKING:
@@ -28,6 +31,15 @@ if TYPE_CHECKING:
 # Rank 0's largest value wins when ranks saw different signals.
 STOP_SIGNALS = {"SIGUSR1": 1, "SIGTERM": 2, "SIGINT": 3}
 PEER_GRACE = 5.0
+"""Seconds that a rank has to end by itself once another rank has reported a failure."""
+JOIN_SECONDS = 60.0
+"""Least time for all ranks to come together: they do not start at the same moment."""
+RECORD_SECONDS = 1.5
+"""Longest wait of a failing rank for the flight records of the others."""
+REPORT_SECONDS = 2.0
+"""What a failing rank keeps of run.comm_timeout for its report, at most a fifth of it."""
+LAUNCHER_SECONDS = 1.5
+"""A launcher that has not noticed for so long that a rank ended is stuck."""
 NARROW = 256
 FABRIC_PRECISIONS = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64"}
 LOST_PEER_WORDS = (
@@ -37,18 +49,24 @@ LOST_PEER_WORDS = (
     "socket closed",
     "remote process exited",
     "timed out waiting",
+    "application timeout caused pair closure",
     "connectfull",
 )
 
 
+class CollectiveTimeout(RuntimeError):
+    """A collective of a backend that does not raise by itself is open for too long."""
+
+
 def prepare_environment(config: Config) -> None:
-    """Choose the number of OpenMP threads, before torch is imported.
+    """Choose the number of OpenMP threads and switch the flight recorder on, before torch is there.
 
     One thread for each of several ranks on a machine, and one for a narrow model, whose matrices
     are so small that threads wait for each other longer than they multiply (on a busy machine
     two threads made the quickstart ten times slower). A value that the user set stays; the full
     core count that `fabric run` sets for every rank counts as unset.
     """
+    flight_recorder.switch_on(os.environ)
     ranks_here = str(os.environ.get("LOCAL_WORLD_SIZE") or config.devices)
     narrow = getattr(config.model, "hidden_size", NARROW) < NARROW
     if ranks_here in ("auto", "1") and not narrow:
@@ -130,8 +148,7 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
     """
     import torch
 
-    from curry_train.parallel.mesh import Mesh, build_mesh
-    from curry_train.rules import problems
+    from curry_train.parallel.mesh import Mesh
 
     if not spawn and not is_launched(os.environ):
         device = pick_device(config.accelerator)
@@ -147,9 +164,19 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
         arguments["accelerator"] = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.get("accelerator") in ("cuda", "mps"):
         pick_device(arguments["accelerator"])
-    fabric = Fabric(**arguments)
-    if "LT_CLI_USED" not in os.environ:
-        fabric.launch()
+    limit = wait_limit(config.run.comm_timeout)
+    with bounded_join(max(config.run.comm_timeout, JOIN_SECONDS)):
+        fabric = Fabric(**arguments)
+        if "LT_CLI_USED" not in os.environ:
+            fabric.launch()
+        bound_default_group(limit)
+        return _mesh_of(fabric, config, limit)
+
+
+def _mesh_of(fabric: Any, config: Config, limit: float) -> Mesh:
+    from curry_train.parallel.mesh import build_mesh
+    from curry_train.rules import problems
+
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if fabric.world_size != world and is_launched(os.environ):
         raise ConfigError(
@@ -159,12 +186,51 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
     if found:
         raise ConfigError(found)
     check_backend(config, fabric.device)
+    # NCCL ends the process by itself at its timeout; the watch on it reports before, at `limit`.
     return build_mesh(
         config.parallel,
         device=fabric.device,
         local_rank=fabric.local_rank,
-        comm_timeout=config.run.comm_timeout,
+        comm_timeout=limit if fabric.device.type == "cpu" else config.run.comm_timeout,
     )
+
+
+def wait_limit(comm_timeout: float) -> float:
+    """Return how long a collective waits, so that its rank is gone after run.comm_timeout."""
+    return comm_timeout - min(REPORT_SECONDS, comm_timeout / 5)
+
+
+def bound_default_group(limit: float) -> None:
+    """Give the process group that Fabric made, and its store, the timeout of all other groups."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if dist.is_initialized():
+        timeout = timedelta(seconds=limit)
+        distributed_c10d._set_pg_timeout(timeout)
+        distributed_c10d._get_default_store().set_timeout(timeout)
+
+
+@contextmanager
+def bounded_join(seconds: float) -> Iterator[None]:
+    """End this process when the ranks do not come together; torch's own bounds add up to hours."""
+
+    def give_up() -> None:
+        rank, world = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
+        tell(
+            f"rank {rank} of {world} waited {seconds:g} s for all ranks to join "
+            "(run.comm_timeout, at least 60 s); see the output of the others",
+            sys.stderr,
+        )
+        leave(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_backend(config: Config, device: Any) -> None:
@@ -249,7 +315,14 @@ def launch(
     except ConfigError:
         close_group()
         raise
-    watch_peers(run, mesh)
+    except Exception as error:
+        if not is_lost_peer(error):
+            raise
+        name = f"rank {os.environ.get('RANK', '0')}"
+        tell(f"{name} lost another rank before the run began: {first_line(error)}", sys.stderr)
+        leave(1)
+    limit = wait_limit(config.run.comm_timeout)
+    watch(run, mesh, signals, limit)
     try:
         yield mesh, run, signals
     except KeyboardInterrupt:
@@ -264,13 +337,18 @@ def launch(
         run.finish("crashed", str(error), 1)
         leave(1)
     except Exception as error:
-        report_crash(error, run, mesh)
+        report_crash(error, run, mesh, limit)
+        end_stuck_launcher()
         leave(1)
     if signals.seen_at is not None:
         seconds, grace = time.monotonic() - signals.seen_at, config.run.stop_grace
         if seconds > grace:
             tell(f"the stop took {seconds:.0f} s, longer than run.stop_grace={grace:g}", sys.stderr)
-    agreed(0, mesh)  # nobody leaves while another rank may still need it
+    try:
+        agreed(0, mesh)  # nobody leaves while another rank may still need it
+    except RuntimeError as error:
+        tell(f"rank {mesh.rank} ended, but not all others: {first_line(error)}", sys.stderr)
+        leave(1)
     close_group()
 
 
@@ -289,44 +367,119 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def report_crash(error: BaseException, run: Run, mesh: Mesh) -> None:
+def end_stuck_launcher() -> None:
+    """Leave a child behind that ends torchrun's agent if it does not notice that this rank ended.
+
+    The agent asks a store on another node ten times a second, without a timeout: when the network
+    is gone it hangs until the kernel gives the connection up, after a quarter of an hour. Until it
+    has noticed the end of this rank, the number of this process is not free.
+    """
+    rank, agent, env = os.getpid(), os.getppid(), os.environ
+    several_nodes = env.get("WORLD_SIZE") != env.get("LOCAL_WORLD_SIZE")
+    try:
+        command = Path(f"/proc/{agent}/cmdline").read_bytes()
+    except OSError:
+        return
+    is_agent = b"torchrun" in command or b"torch.distributed.run" in command
+    if "TORCHELASTIC_RUN_ID" not in env or not several_nodes or not is_agent or os.fork():
+        return
+    end = time.monotonic() + LAUNCHER_SECONDS
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        try:
+            os.kill(rank, 0)
+        except OSError:
+            os._exit(0)
+    os.kill(agent, signal.SIGKILL)
+    os._exit(0)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Tell whether an error only says that another rank is gone or silent."""
+    import torch.distributed as dist
+
+    text = str(error).lower()
+    named = isinstance(error, (dist.DistError, CollectiveTimeout))
+    return named or any(words in text for words in LOST_PEER_WORDS)
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error in one line; torch's own carry the stack of its C++ code."""
+    text = traceback.format_exception_only(error)[0].strip()
+    return text.splitlines()[0]
+
+
+def report_crash(error: BaseException, run: Run, mesh: Mesh, limit: float) -> None:
     """Write failure.json if this rank is the first to fail, and print what its place allows."""
     text = "".join(traceback.format_exception(error))
-    lost_peer = any(words in str(error).lower() for words in LOST_PEER_WORDS)
-    if lost_peer and mesh.world > 1:
-        # The rank that broke the connection may still be writing why.
-        time.sleep(1.0)
-    first = run.fail(rank=mesh.rank, error=error, traceback_text=text, lost_peer=lost_peer)
+    lost_peer, told = mesh.world > 1 and is_lost_peer(error), ""
+    if lost_peer:
+        told = lost_peer_story(error, run, mesh, limit)
+    first = run.fail(
+        rank=mesh.rank, error=error, traceback_text=text, lost_peer=lost_peer, told=told
+    )
     last_line = traceback.format_exception_only(error)[-1].strip()
     if not first:
-        tell(f"rank {mesh.rank} stops after another rank failed: {last_line}", sys.stderr)
-    elif lost_peer and mesh.world > 1:
-        tell(
-            f"rank {mesh.rank} lost another rank, which left no word of why (killed?): {last_line}",
-            sys.stderr,
-        )
+        tell(f"rank {mesh.rank} stops after another rank failed: {first_line(error)}", sys.stderr)
+    elif lost_peer:
+        tell(f"rank {mesh.rank} {told}: {first_line(error)}", sys.stderr)
     else:
         tell(f"rank {mesh.rank} failed first:\n{text.rstrip()}", sys.stderr)
-    run.finish("crashed", last_line if first else run.failure(), 1)
+    run.finish("crashed", (told or last_line) if first else run.failure(), 1)
 
 
-def watch_peers(run: Run, mesh: Mesh) -> None:
-    """Start a thread that ends this rank when another one has reported a failure.
+def lost_peer_story(error: BaseException, run: Run, mesh: Mesh, limit: float) -> str:
+    """Write this rank's flight record and say what is known of the peers, in one line.
 
-    A collective on a GPU does not notice a dead peer before its timeout; the failure file does.
+    The rank that broke the connection may still be writing why: then its failure.json ends the
+    wait for the records of the others.
     """
-    if mesh.world == 1:
+    stack = traceback.extract_tb(error.__traceback__) or flight_recorder.main_stack()
+    record = flight_recorder.write(run.dir, mesh, stack)
+    known = flight_recorder.explain(
+        run.dir, mesh, wait=RECORD_SECONDS, enough=lambda: run.failure_time() is not None
+    )
+    silent = isinstance(error, CollectiveTimeout) or "timed out" in str(error).lower()
+    story = "lost another rank, which left no word of why (killed?)"
+    if silent:
+        story = f"got no answer from another rank for {limit:g} s (run.comm_timeout)"
+    story += f"; {known}" if known else ""
+    return story + (f"; see {record.parent}" if record else "")
+
+
+def watch(run: Run, mesh: Mesh, signals: StopSignals, limit: float) -> None:
+    """Start a thread that looks once a second for what the main thread cannot see.
+
+    A failure that another rank reported ends this one, since a collective on a GPU does not notice
+    a dead peer before its timeout. A collective over NCCL that does not end is reported. When
+    torchrun's agent is killed, its ranks stop as on SIGTERM: nobody else would ever end them.
+    """
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if mesh.world == 1 and launcher is None:
         return
     known = run.failure_time()
+    nccl = flight_recorder.Progress(mesh, limit) if mesh.device.type == "cuda" else None
 
-    def watch() -> None:
+    def look() -> None:
+        nonlocal launcher
         while True:
             time.sleep(1.0)
-            if run.failure_time() == known:
-                continue
-            time.sleep(PEER_GRACE)
-            tell(f"rank {mesh.rank} stops: another rank failed", sys.stderr)
-            run.finish("crashed", run.failure(), 1)
-            leave(1)
+            if launcher is not None and os.getppid() != launcher:
+                launcher = None
+                tell(f"rank {mesh.rank}: its launcher is gone, stopping", sys.stderr)
+                signals.handle(signal.SIGTERM, None)
+            if nccl is not None and nccl.stuck():
+                report_crash(CollectiveTimeout("a collective did not end"), run, mesh, limit)
+                leave(1)
+            failed = run.failure_time() != known
+            if failed or flight_recorder.reported(run.dir):
+                flight_recorder.write(run.dir, mesh, flight_recorder.main_stack())
+            if failed:
+                break
+        time.sleep(PEER_GRACE)
+        tell(f"rank {mesh.rank} stops: another rank failed", sys.stderr)
+        run.finish("crashed", run.failure(), 1)
+        end_stuck_launcher()
+        leave(1)
 
-    threading.Thread(target=watch, name="watch-peers", daemon=True).start()
+    threading.Thread(target=look, name="watch", daemon=True).start()

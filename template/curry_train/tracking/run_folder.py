@@ -6,6 +6,7 @@
       tb/              TensorBoard            checkpoints/     see curry_train.checkpoint
       code.diff        against the commit     environment.txt  packages
       failure.json     after a crash          lease.json       locked while a process writes here
+      flight-recorder/ after a lost rank: the newest collectives of every rank that still lived
 
 A resumed attempt that finds other settings, code or packages keeps the older file beside the new
 one, as config.attempt-1.yaml.
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from curry_train.checkpoint import read_manifest
 from curry_train.config import RUN_NAME, Config, ConfigError, config_hash, to_dict
-from curry_train.tracking import provenance, scrub
+from curry_train.tracking import flight_recorder, provenance, scrub
 from curry_train.tracking.journal import END_STATUS, Journal, JsonLines, plain
 from curry_train.tracking.lease import Lease
 from curry_train.tracking.logger import Trackers
@@ -184,11 +185,13 @@ class Run:
         error: BaseException,
         traceback_text: str | None = None,
         lost_peer: bool = False,
+        told: str = "",
     ) -> bool:
         """Write failure.json; any rank may call it. Returns whether this failure is the first.
 
         lost_peer: the error only says that another rank went away; a failure with a cause of its
-        own replaces it. A disk that refuses answers True, so that the error is at least printed.
+        own replaces it. told: what is known beyond the error, put before it. A disk that refuses
+        answers True, so that the error is at least printed.
         """
         path, text = self.dir / FAILURE, traceback_text
         text = text or "".join(traceback.format_exception(error))
@@ -199,7 +202,7 @@ class Run:
             "host": socket.gethostname(),
             "attempt": self.attempt,
             "type": type(error).__name__,
-            "message": scrub.scrub(str(error)),
+            "message": scrub.scrub(f"{told}: {error}" if told else str(error)),
             "traceback": scrub.scrub(text),
             "lost_peer": lost_peer,
         }
@@ -301,6 +304,9 @@ def _write_files(
         FAILURE: None,
     }
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    records = folder / flight_recorder.FOLDER
+    if records.is_dir():
+        os.replace(records, records.with_name(f"{records.name}.attempt-{attempt - 1}"))
     for name, content in files.items():
         path = folder / name
         if path.exists() and path.read_bytes() != _encoded(content or ""):
