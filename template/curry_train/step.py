@@ -110,7 +110,8 @@ def accumulate(runtime: Runtime, micro_batches: list[Batch]) -> tuple[Tensor, Te
     token once, and the choices int64 [MoE blocks, E] of its own tokens and blocks.
     """
     if runtime.pipeline is not None:
-        return runtime.pipeline.step(runtime, micro_batches)
+        totals, loads = runtime.pipeline.step(runtime, micro_batches)
+        return count_once(totals, runtime.mesh), loads
     totals, loads = zero_totals(runtime.device), None
     for batch in micro_batches:
         with runtime.spans("forward"):
