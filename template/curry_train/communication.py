@@ -13,7 +13,7 @@ from curry_train.activations import key_value_width, ranks_visited
 from curry_train.config import Config
 from curry_train.layout import Layout
 from curry_train.parallel.grads import BUCKET_ELEMENTS
-from curry_train.sizes import Held, is_dense
+from curry_train.sizes import attention_flops, is_dense
 from curry_train.stages import bubble, paired_share
 
 RECOMPUTED = {"none": 0, "full": 1, "selective": 1}
@@ -137,7 +137,7 @@ def _data(layout: Layout, index: int) -> Iterator[Traffic]:
     """Gradients, and parameters where parallel.zero divides them."""
     d, zero, wide = layout.dims, layout.parallel.zero, layout.wide
     stages = layout.stages_of(index)
-    total = Held.sum(layout.held(part) for stage in stages for part in layout.parts_of(stage))
+    total = layout.held_by(index)
     fsdp, dense = d.dp_shard * d.cp, total.split + total.whole
     if zero < 2:
         kinds = {"tp": (total.whole, d.tp), "data": (dense, d.dp_replicate * fsdp)}
@@ -258,7 +258,7 @@ def _rank_time(layout: Layout, index: int, links: Links) -> dict[str, float | di
         found["exposed"] += max(0.0, seconds - room)
         if row.group in ("tp", "cp", "ep") and "gradients" != row.what.split()[-1]:
             stood += max(0.0, seconds - room)
-    total = Held.sum(layout.held(part) for stage in stages for part in layout.parts_of(stage))
+    total = layout.held_by(index)
     owned = total.shard if parallel.zero else total.local
     optimizer = owned * MOMENT_TRAFFIC * layout.wide / 4 / links.memory
     one = (compute + stood) / steps / len(stages)
@@ -298,13 +298,9 @@ def _compute(layout: Layout, stage: int, links: Links) -> float:
 
 def _attention_share(layout: Layout) -> float:
     """Return the share of a step's FLOP that attention's scores and sums take."""
-    model, length = layout.model, layout.config.data.seq_len
-    scores = 0.0
-    for layer in range(model.num_hidden_layers):
-        span = min(length, model.window_of(layer) or length)
-        scores += span * (1 - span / (2 * length))
-    scores *= 6.0 * model.num_attention_heads * (model.query_dim + model.value_dim)
-    return scores / (sum(layout.costs) + 6.0 * model.vocab_size * model.hidden_size)
+    model = layout.model
+    whole = sum(layout.costs) + 6.0 * model.vocab_size * model.hidden_size
+    return attention_flops(model, layout.config.data.seq_len) / whole
 
 
 def print_communication(config: Config, world: int) -> None:

@@ -8,7 +8,7 @@ from curry_train.activations import block_bytes, head_bytes, selective_bytes
 from curry_train.config import Config, ModelConfig, resolve_micro_batch
 from curry_train.parallel import dims
 from curry_train.parallel.activation_checkpoint import kind_of
-from curry_train.sizes import Held, Weight, block_flops, built_weights, held, held_of, is_dense
+from curry_train.sizes import Held, Weight, block_costs, built_weights, held, held_of, is_dense
 from curry_train.stages import split_blocks
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -32,14 +32,14 @@ class Layout:
         self.compute = COMPUTE_BYTES[config.precision]
         self.wide = max(self.compute, 4)
         self.known = isinstance(config.model, ModelConfig)
+        self._held: dict[str | int | bool, Held] = {}
+        self._kept: dict[tuple[str | int | bool, str], float] = {}
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
         if not self.known:
             return (1.0,) * max(1, sum(isinstance(part, int) for part in self.built))
-        seq_len = self.config.data.seq_len
-        layers = range(self.model.num_hidden_layers)
-        return tuple(block_flops(self.model, layer, seq_len) for layer in layers)
+        return block_costs(self.model, self.config.data.seq_len)
 
     @cached_property
     def split(self) -> list[range]:
@@ -66,27 +66,47 @@ class Layout:
         """The parameters of a model without closed forms."""
         return built_weights(self.config)
 
+    def kind(self, part: str | int) -> str | int | bool:
+        """Return what parts of equal size have in common: the end, or whether a block is dense."""
+        return is_dense(self.model, part) if self.known and isinstance(part, int) else part
+
     def held(self, part: str | int) -> Held:
         """Return the elements of a part on the rank that holds most."""
-        d, model = self.dims, self.model
-        ranks = (d.tp, d.ep, d.dp_shard * d.cp, d.efsdp)
-        if not self.known:
-            return held(self.built.get(part, []), *ranks)
-        return held_of(model, is_dense(model, part) if isinstance(part, int) else part, *ranks)
+        kind = self.kind(part)
+        if kind not in self._held:
+            d = self.dims
+            ranks = (d.tp, d.ep, d.dp_shard * d.cp, d.efsdp)
+            known = self.known and isinstance(kind, str | bool)
+            self._held[kind] = (
+                held_of(self.model, kind, *ranks)
+                if known
+                else held(self.built.get(part, []), *ranks)
+            )
+        return self._held[kind]
+
+    def held_by(self, index: int) -> Held:
+        """Return the elements of all parts of the pipeline's rank `index`."""
+        parts = (part for stage in self.stages_of(index) for part in self.parts_of(stage))
+        return Held.sum(self.held(part) for part in parts)
 
     def kept(self, part: str | int) -> float:
         """Return the bytes that backward keeps of a part per token of a cp rank."""
+        kind, again = self.kind(part), self.again(part) if isinstance(part, int) else "none"
+        if (kind, again) not in self._kept:
+            self._kept[kind, again] = self._kept_of(kind, again)
+        return self._kept[kind, again]
+
+    def _kept_of(self, kind: str | int | bool, again: str) -> float:
         model, sizes, tp = self.model, (self.compute, self.wide), self.dims.tp
-        if part == "head":
+        if kind == "head":
             return head_bytes(model, *sizes, tp)
-        if part == "embedding":
+        if kind == "embedding":
             return 0.0
-        dense, again = is_dense(model, part), self.again(part)
         if again == "full":
             return model.hidden_size * self.compute / tp
         if again == "selective":
-            return selective_bytes(model, dense, *sizes, tp)
-        return self.block_bytes(dense)
+            return selective_bytes(model, bool(kind), *sizes, tp)
+        return self.block_bytes(bool(kind))
 
     def block_bytes(self, dense: bool) -> float:
         """Return the bytes that a block makes per token, whatever is made again later."""

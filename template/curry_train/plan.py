@@ -50,7 +50,7 @@ def estimate_ranks(config: Config, world: int) -> list[dict[str, int | None]]:
 def _estimate_rank(layout: Layout, index: int) -> dict[str, int | None]:
     zero, wide, parallel = layout.parallel.zero, layout.wide, layout.parallel
     stages = layout.stages_of(index)
-    total = Held.sum(layout.held(part) for stage in stages for part in layout.parts_of(stage))
+    total = layout.held_by(index)
     shown = layout.micro_batches if layout.dims.pp > 1 else 1
     live = live_micro_batches(parallel.schedule, layout.dims.pp, index, shown)
     activations = None

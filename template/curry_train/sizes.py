@@ -93,14 +93,28 @@ def padded_vocab(model: ModelConfig) -> int:
     return -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def block_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """Return the FLOP of forward and backward of block `layer` per token; see flops_per_token."""
+def score_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
+    """Return the FLOP of attention's scores and sums in block `layer` per token."""
     span = min(seq_len, model.window_of(layer) or seq_len)
     keys = span * (1 - span / (2 * seq_len))
-    _, active = block_parameters(model, layer)
-    return 6.0 * active + 6.0 * model.num_attention_heads * keys * (
-        model.query_dim + model.value_dim
-    )
+    return 6.0 * model.num_attention_heads * keys * (model.query_dim + model.value_dim)
+
+
+def block_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
+    """Return the FLOP of forward and backward of block `layer` per token; see flops_per_token."""
+    return 6.0 * block_parameters(model, layer)[1] + score_flops(model, layer, seq_len)
+
+
+@lru_cache(maxsize=256)
+def attention_flops(model: ModelConfig, seq_len: int) -> float:
+    """Return score_flops of all blocks."""
+    return sum(score_flops(model, layer, seq_len) for layer in range(model.num_hidden_layers))
+
+
+@lru_cache(maxsize=256)
+def block_costs(model: ModelConfig, seq_len: int) -> tuple[float, ...]:
+    """Return block_flops of every block."""
+    return tuple(block_flops(model, layer, seq_len) for layer in range(model.num_hidden_layers))
 
 
 def flops_per_token(model: Any, seq_len: int) -> float | None:
@@ -113,8 +127,7 @@ def flops_per_token(model: Any, seq_len: int) -> float | None:
     """
     if not isinstance(model, ModelConfig):
         return None
-    blocks = sum(block_flops(model, i, seq_len) for i in range(model.num_hidden_layers))
-    return blocks + 6.0 * (model.vocab_size + 1) * model.hidden_size
+    return sum(block_costs(model, seq_len)) + 6.0 * (model.vocab_size + 1) * model.hidden_size
 
 
 @lru_cache(maxsize=256)
