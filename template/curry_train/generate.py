@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curry_train.config import Config
 from curry_train.data.tokenizer import Tokenizer
+from curry_train.parallel.collectives import stack_ranks, sum_forward
+from curry_train.parallel.context_parallel import take
+from curry_train.parallel.mesh import Mesh, agreed
 from curry_train.runtime import Runtime
 from curry_train.tracking.progress import tell
 from curry_train.tracking.run_folder import Run
@@ -29,12 +34,14 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
     stop_id: int | None = None,
+    mesh: Mesh | None = None,
 ) -> list[int]:
     """Return up to `max_tokens` token ids that continue `prompt_ids` (at least one id).
 
     Each token reads the last `context` ids. temperature 0 takes the most likely token; above 0
     the softmax of logits / temperature is sampled by a generator of its own, so the training
-    randomness is untouched. Ends before `stop_id` when given.
+    randomness is untouched. Ends before `stop_id` when given. Ranks of a mesh that share the model
+    call this together; rank 0 decides. Group: world.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -43,13 +50,39 @@ def generate(
     ids = list(prompt_ids)
     for _ in range(max_tokens):
         window = torch.tensor([ids[-context:]], dtype=torch.int64, device=device)
-        logits = model(window).logits[0, -1].float().cpu()
-        token = choose(logits, temperature, generator)
+        if mesh is None or mesh.world == 1:
+            logits = model(window).logits[0, -1]
+        else:
+            logits = shared_logits(model, window, mesh)
+        token = choose(logits.float().cpu(), temperature, generator)
+        token = token if mesh is None else agreed(token if mesh.rank == 0 else -1, mesh)
         if token == stop_id:
             break
         ids.append(token)
     model.train(was_training)
     return ids[len(prompt_ids) :]
+
+
+def shared_logits(model: nn.Module, window: Tensor, mesh: Mesh) -> Tensor:
+    """Return the logits [V] after the last token of `window`, int64 [1, S], on every rank.
+
+    The window is padded to what the ranks can divide; padding has the document -1, so that no
+    expert takes it. Groups: those of the model; cp and tp, one collective each.
+    """
+    cp, tp, last = mesh.group("cp"), mesh.group("tp"), window.shape[1] - 1
+    unit = mesh.size("tp") * (1 if cp is None else 2 * mesh.size("cp"))
+    missing = -window.shape[1] % unit
+    batch = {
+        "input_ids": F.pad(window, (0, missing)),
+        "position_ids": torch.arange(window.shape[1] + missing, device=window.device)[None],
+        "doc_ids": F.pad(torch.zeros_like(window), (0, missing), value=-1),
+    }
+    batch = take(batch, cp)
+    logits_SV = model(batch["input_ids"], batch["position_ids"], batch["doc_ids"]).logits[0]
+    here = (batch["position_ids"][0] == last).nonzero()
+    own = logits_SV[here[0, 0]] if len(here) else torch.zeros_like(logits_SV[0])
+    own = sum_forward(own, cp)
+    return own if tp is None else stack_ranks(own, tp).flatten()
 
 
 def choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -71,9 +104,18 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, **settings:
 
 
 def write_sample(runtime: Runtime, run: Run) -> None:
-    """Sample text from the model as it is now, print it and keep it in the journal; rank 0 only."""
-    config = runtime.config
-    if runtime.mesh.rank != 0 or config.run.sample_tokens == 0:
+    """Sample text from the model as it is now, print it and keep it in the journal; collective.
+
+    Ranks that hold only stages of a pipeline have no whole model: then the command is printed.
+    """
+    config, mesh = runtime.config, runtime.mesh
+    if config.run.sample_tokens == 0:
+        return
+    if runtime.pipeline is not None:
+        if mesh.rank == 0:
+            tell(f"sample it with: python -m curry_train.generate {run.dir}")
+        return
+    if mesh.rank != 0 and not shares_model(mesh, config):
         return
     text = sample_text(
         runtime.model,
@@ -82,9 +124,17 @@ def write_sample(runtime: Runtime, run: Run) -> None:
         max_tokens=config.run.sample_tokens,
         context=config.data.seq_len,
         seed=config.seed,
+        mesh=mesh if shares_model(mesh, config) else None,
     )
-    run.sample(runtime.step, text)
-    tell(f"sample: {text}")
+    if mesh.rank == 0:
+        run.sample(runtime.step, text)
+        tell(f"sample: {text}")
+
+
+def shares_model(mesh: Mesh, config: Config) -> bool:
+    """Tell whether a forward pass on one rank needs other ranks."""
+    sizes = mesh.dims
+    return sizes.tp * sizes.cp * sizes.ep > 1 or (mesh.world > 1 and config.parallel.zero >= 2)
 
 
 def main(argv: list[str]) -> int:

@@ -245,8 +245,11 @@ def test_environment_variables_can_be_named(monkeypatch):
             ["optim.schedule=linear"],
             "must be cosine, wsd or constant, such as optim.schedule=cosine",
         ),
-        (["model.router_aux_loss_scope=batch"], "allowed are sequence, micro_batch"),
-        (["model.router_aux_loss_scope=global"], "needs a second pass"),
+        (["model.router_aux_loss_scope=batch"], "allowed are sequence, micro_batch, global"),
+        (
+            ["model.router_aux_loss_scope=global", "data.micro_batch_size=2"],
+            "needs the whole batch in one pass, and a step has 4 micro-batches",
+        ),
         (
             ["model.vocab_size=???"],
             "model.vocab_size=???: has no value yet; set model.vocab_size to",
@@ -310,13 +313,13 @@ def test_values_with_dashes_or_equals_signs_stay_with_their_key():
 def test_all_mistakes_of_a_command_line_are_told_at_once():
     argv = [
         "optim.lrr=1", "model=smal", "run.max_steps=abc", "data.seq_len=-5", "--optim.lr=3",
-        "+foo=1", "-m", "optim.beta1", "0.5", "optim.eps=", "precision=fp23", "parallel.tp=2",
+        "+foo=1", "-m", "optim.beta1", "0.5", "optim.eps=", "precision=fp23", "optim.beta2=7",
         "data.tokenizer=bpe", "seed", "run.resume=atuo", "model.vocab_size=???",
     ]  # fmt: skip
     found = told(*argv)
     for said in (
         "optim.lrr=1:", "model=smal:", "run.max_steps=abc:", "data.seq_len=-5:", "--optim.lr=3:",
-        "+foo=1:", "-m:", "optim.beta1 0.5:", "optim.eps=:", "precision=fp23:", "parallel.tp=2:",
+        "+foo=1:", "-m:", "optim.beta1 0.5:", "optim.eps=:", "precision=fp23:", "optim.beta2=7:",
         "seed:", "run.resume=atuo:", "model.vocab_size=???:",
     ):  # fmt: skip
         assert sum(problem.startswith(said) for problem in found) == 1, said
@@ -461,9 +464,16 @@ def test_a_project_in_a_folder_with_an_odd_name_composes(tmp_path):
         ("run.name", "../up", "allowed are letters, digits"),
         ("run.name", "", "allowed are letters, digits"),
         ("run.name", "\u00fcben", "allowed are letters, digits"),
-        ("parallel.zero", 1, "not available in this version; set parallel.zero=0"),
         ("parallel.zero", 4, "must be 0, 1, 2 or 3, such as parallel.zero=0"),
-        *((f"parallel.{axis}", 2, f"set parallel.{axis}=1") for axis in ("pp", "cp", "tp", "ep")),
+        ("parallel.tp", 3, "does not divide model.num_attention_heads=4; set it to one of 1, 2, 4"),
+        ("parallel.cp", 3, "set data.seq_len to a multiple of 6"),
+        ("parallel.ep", 3, "does not divide model.num_experts=4; set it to one of 1, 2, 4"),
+        ("parallel.pp", 5, "makes 5 stages, more than model.num_hidden_layers=4"),
+        ("parallel.schedule", "pipedream", "must be gpipe, 1f1b, interleaved1f1b, interleaved_zb"),
+        ("parallel.reshard", 2, "must be auto or true or false"),
+        ("parallel.recompute", 0, "parallel.recompute=0: must be"),
+        ("parallel.overlap", True, "set parallel.schedule=dualpipev, or parallel.overlap=false"),
+        ("parallel.cp_kind", "flash", "must be ring or all_gather"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_work_is_named_with_what_can(key, value, said):

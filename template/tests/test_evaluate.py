@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from curry_train.config import DataConfig
 from curry_train.data import open_corpus
 from curry_train.data.loader import validation_batches
 from curry_train.evaluate import evaluate
-from curry_train.parallel.mesh import Mesh
+from curry_train.parallel.mesh import build_mesh
 from curry_train.runtime import build_runtime
 from curry_train.testing import run_ranks
 
@@ -62,9 +61,8 @@ def test_build_runtime_writes_nothing(tmp_path, monkeypatch):
 
 def scores_on_rank(rank, world):
     runtime = build_runtime(SMALL)
-    group = dist.new_group()
-    groups = {"world": group, "batch": group}
-    runtime.mesh = Mesh(rank, world, rank, runtime.device, runtime.mesh.sizes, groups)
+    parallel = runtime.config.parallel
+    runtime.mesh = build_mesh(parallel, device=runtime.device, local_rank=rank, comm_timeout=60.0)
     return evaluate(runtime)
 
 

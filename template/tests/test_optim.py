@@ -44,7 +44,7 @@ def test_no_warm_up_starts_at_the_peak_or_just_below(schedule):
 
 def test_matrices_decay_and_norms_and_the_embedding_do_not():
     model = build_model(Config(model=ModelConfig(num_experts=4)), "cpu")
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3))
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups
              for p in group["params"]}  # fmt: skip
     assert len(decay) == len(list(model.parameters()))

@@ -199,7 +199,7 @@ def test_a_block_is_the_five_parts_of_the_protocol():
     residual, rows, routing = block.attention(x, positions)
     assert residual.shape == x.shape and rows.shape == (3 * 2 * 7, 16) and routing is None
     rows, local = block.dispatch(rows, routing)
-    out = block.aggregate(residual, block.combine(block.experts(rows, local)))
+    out = block.aggregate(residual, block.combine(block.experts(rows, local), local))
     assert torch.equal(out, run_block(block, x, positions)[0])
     assert torch.equal(out, block(x, positions)[0])
 

@@ -16,7 +16,9 @@ from curry_train.loss import mean_loss, token_sums
 from curry_train.models.protocol import build_model, named_state
 from curry_train.optim import LossScale, build_optimizer, lr_at, materialise_state
 from curry_train.parallel import grads
-from curry_train.parallel.mesh import Mesh
+from curry_train.parallel.mesh import Mesh, build_mesh
+from curry_train.parallel.parallelize import build_chunks
+from curry_train.parallel.shards import whole_shards
 from curry_train.runtime import Runtime
 from curry_train.step import train_step
 from curry_train.testing import assert_same, run_ranks
@@ -56,12 +58,19 @@ class Samples:
 
 
 def runtime_for(batches, mesh=None, config=CONFIG):
-    model = build_model(config, "cpu")
     mesh = mesh or Mesh.single()
+    (model,), shards = build_chunks(config, mesh)
+    optimizer = build_optimizer([(s.name, s.owned) for s in shards], config.optim)
     return Runtime(
-        model, build_optimizer(model, config.optim), mean_loss, batches, mesh.device, mesh, config,
-        corpus=None, loss_scale=LossScale(config.precision),
+        model, optimizer, mean_loss, batches, mesh.device, mesh, config, corpus=None,
+        loss_scale=LossScale(config.precision), shards=shards,
     )  # fmt: skip
+
+
+def data_parallel_mesh(rank):
+    return build_mesh(
+        CONFIG.parallel, device=torch.device("cpu"), local_rank=rank, comm_timeout=60.0
+    )
 
 
 def three_steps(runtime):
@@ -88,9 +97,7 @@ def test_accumulation_changes_nothing(micro, reference):
 
 
 def steps_on_rank(rank, world, micro):
-    group = dist.new_group()
-    sizes = {**Mesh.single().sizes, "dp_shard": world}
-    mesh = Mesh(rank, world, rank, torch.device("cpu"), sizes, {"world": group, "batch": group})
+    mesh = data_parallel_mesh(rank)
     return three_steps(runtime_for(Samples(rank=rank, world=world, micro=micro), mesh))
 
 
@@ -122,9 +129,7 @@ def routed_steps(config, batches, mesh=None):
 
 
 def routed_steps_on_rank(rank, world, micro, config):
-    group = dist.new_group()
-    sizes = {**Mesh.single().sizes, "dp_shard": world}
-    mesh = Mesh(rank, world, rank, torch.device("cpu"), sizes, {"world": group, "batch": group})
+    mesh = data_parallel_mesh(rank)
     return routed_steps(config, Samples(rank=rank, world=world, micro=micro), mesh)
 
 
@@ -197,11 +202,11 @@ def test_a_checkpoint_takes_the_bias_along_and_the_run_goes_on_bitwise(tmp_path)
         "model": {"num_experts": 4},
     }  # fmt: skip
     path = dcp.save(
-        tmp_path, step=2, tensors=training_tensors(whole.model, whole.optimizer), rank_tensors={},
+        tmp_path, step=2, tensors=training_tensors(whole), rank_tensors={},
         meta=meta, files={}, mesh=Mesh.single(), keep=0,
     )  # fmt: skip
     materialise_state(resumed.optimizer)
-    tensors = training_tensors(resumed.model, resumed.optimizer)
+    tensors = training_tensors(resumed)
     dcp.load(path, tensors)
     for state in resumed.optimizer.state.values():
         state["step"].copy_(tensors["optim.step"])
@@ -242,8 +247,8 @@ def test_a_count_taken_in_forward_would_be_seen_under_recomputation(monkeypatch)
     config, taken = replace(CONFIG, model=V3), []
     real = TopKRouter.forward
 
-    def counting(self, x, pad_mask=None):
-        found = real(self, x, pad_mask)
+    def counting(self, x, pad_mask=None, places=None):
+        found = real(self, x, pad_mask, places)
         taken.append(int(found.tokens_per_expert.sum()))
         return found
 
@@ -388,7 +393,7 @@ def test_good_steps_before_an_overflow_do_not_count_and_the_scale_has_a_floor():
 def test_finish_clips_to_the_norm_and_reports_it_before_clipping():
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0, 0.0, 0.0], dtype=torch.float64) * 10
-    report = grads.finish([parameter], token_count=10, max_norm=1.0)
+    report = grads.finish(whole_shards([("parameter", parameter)]), token_count=10, max_norm=1.0)
     assert report.norm == pytest.approx(5.0, rel=1e-15) and report.finite
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-15)
 
@@ -396,16 +401,19 @@ def test_finish_clips_to_the_norm_and_reports_it_before_clipping():
 def test_a_norm_of_zero_clips_nothing_and_a_parameter_without_gradient_gets_zeros():
     used, unused = (torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
     used.grad = torch.tensor([30.0, 40.0], dtype=torch.float64)
-    report = grads.finish([unused, used], token_count=10, max_norm=0.0)
+    report = grads.finish(
+        whole_shards([("unused", unused), ("used", used)]), token_count=10, max_norm=0.0
+    )
     assert report.norm == pytest.approx(5.0, rel=1e-15)
-    assert used.grad.tolist() == pytest.approx([3.0, 4.0]) and unused.grad.tolist() == [0.0, 0.0]
+    assert used.grad.tolist() == pytest.approx([3.0, 4.0])
+    assert unused.grad.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_reported_and_left_as_it_is(bad):
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, bad])
-    report = grads.finish([parameter], token_count=2, max_norm=1.0)
+    report = grads.finish(whole_shards([("parameter", parameter)]), token_count=2, max_norm=1.0)
     assert not report.finite and not abs(report.norm) < float("inf")
     assert parameter.grad[0] == 1.0
 
