@@ -30,8 +30,8 @@ KINDS = ("ring", "all_gather")
 def places(length: int, index: int, world: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the places in the whole sequence of the tokens that rank `index` of `world` holds.
 
-    Shapes: int64 [length / world], ascending: a chunk from the front, then its mirror from the
-    back. One rank holds every place. Raises ValueError when 2 * world does not divide length.
+    Shapes: int64 [S / world], ascending, S = length: a chunk from the front, then its mirror from
+    the back. One rank holds every place. Raises ValueError when 2 * world does not divide length.
     """
     if world == 1:
         return torch.arange(length, device=device)
@@ -99,14 +99,14 @@ def context_attend(
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; allowed: {KINDS}; set parallel.cp_kind=ring")
     if group is None or kind == "all_gather":
-        # Not at the top: that module reads this one.
-        from curry_train.layers.attention import attend
+        from curry_train.layers.attention import attend  # which imports this module
 
         if mask is None:
             mask = visible_rows(q_BHSA.shape[2], window, doc_ids, group, q_BHSA.device)
             if mask is not None and sinks_H is not None:
                 mask = F.pad(mask, (1, 0, 1, 0), value=True)
-        k_BGSA, v_BGSA = (_in_order(gather_sequence(x, group), group) for x in (k_BGSA, v_BGSA))
+        if group is not None:
+            k_BGSA, v_BGSA = (_in_order(gather_sequence(x, group), group) for x in (k_BGSA, v_BGSA))
         return attend(q_BHSA, k_BGSA, v_BGSA, mask, scale, sinks_H)
     index, world = dist.get_rank(group), dist.get_world_size(group)
     places(q_BHSA.shape[2] * world, index, world)  # refuses what has no two halves
@@ -149,10 +149,8 @@ def _seen(distance: Tensor, window: int | None, own: Tensor | None, other: Tenso
     return seen
 
 
-def _in_order(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def _in_order(x: Tensor, group: ProcessGroup) -> Tensor:
     """Put the gathered shares of all ranks, [..., S, any], into the order of the sequence."""
-    if group is None:
-        return x
     length, world = x.shape[-2], dist.get_world_size(group)
     held = [places(length, rank, world, x.device) for rank in range(world)]
     return x.index_select(-2, torch.cat(held).argsort())
@@ -432,9 +430,11 @@ class _RingAttention(torch.autograd.Function):
                 else:
                     more = _plain_backward(*share, *whole, seen, ring.scale)
                 sums = (dq[:, :, rows], dk[:, :, columns], dv[:, :, columns])
-                torch._foreach_add_(sums, more)
+                for total, part in zip(sums, more, strict=True):
+                    total.add_(part)
             if arrive is not None:
-                torch._foreach_add_((dk, dv), arrive())  # from the ranks that had these keys before
+                # Of the ranks that had these keys before.
+                dk, dv = (own.add_(more) for own, more in zip((dk, dv), arrive(), strict=True))
             if ring.world > 1:
                 arrive = ring.pass_on([dk, dv])
         if arrive is not None:
