@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from curry_train.checkpoint import MANIFEST, complete_checkpoints, dcp
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
-from curry_train.models.protocol import build_model, named_state, saved_views
+from curry_train.models.protocol import build_model, named_state, saved_parts
 from curry_train.optim import materialise_state
-from curry_train.parallel.mesh import Mesh
+from curry_train.parallel.shards import Part, Shard
 from curry_train.rules import unusable
 from curry_train.runtime import Runtime
 from curry_train.tracking.run_folder import Run
@@ -31,20 +31,51 @@ TOKENIZER = "tokenizer.json"
 INACTIVE = [1.0, 0]
 
 
-def training_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Return every tensor of the run under its topology-free name, as views that load fills.
+def weight_tensors(runtime: Runtime) -> dict[str, Tensor | Part]:
+    """Return what this rank holds of every weight and buffer under its topology-free name.
+
+    Parts are views that load fills. Every copy of a weight is there (at parallel.zero=1 each rank
+    has all rows), so a save compares them; the second copy of a tied weight is not.
+    """
+    tensors: dict[str, Tensor | Part] = {}
+    for shard, chunk in _saved_shards(runtime):
+        tensors |= saved_parts(chunk, shard.name, shard.local)
+    for chunk in runtime.chunks:
+        tensors |= dict(chunk.named_buffers())
+    return tensors
+
+
+def training_tensors(runtime: Runtime) -> dict[str, Tensor | Part]:
+    """Return what this rank holds of every tensor of the run, as views that load fills.
 
     Weights carry their own names, moments "optim.exp_avg.<name>"; "optim.step" is the number of
     updates AdamW made (skipped steps do not count), a float32 scalar.
     """
-    tensors = dict(named_state(model))
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
+    tensors, states = weight_tensors(runtime), runtime.optimizer.state
+    for shard, chunk in _saved_shards(runtime):
         for moment in MOMENTS:
-            views = saved_views(model, name, state[moment])
-            tensors |= {f"optim.{moment}.{saved}": view for saved, view in views.items()}
-    tensors["optim.step"] = next(iter(optimizer.state.values()))["step"]
+            own = shard.own._replace(tensor=states[shard.owned][moment])
+            parts = saved_parts(chunk, shard.name, own)
+            tensors |= {f"optim.{moment}.{saved}": part for saved, part in parts.items()}
+    tensors["optim.step"] = next(iter(states.values()))["step"]
     return tensors
+
+
+def _saved_shards(runtime: Runtime) -> list[tuple[Shard, nn.Module]]:
+    """Return every shard but second copies of tied weights, with the chunk that it is of."""
+    chunks = {name: chunk for chunk in runtime.chunks for name, _ in chunk.named_parameters()}
+    return [(shard, chunks[shard.name]) for shard in runtime.shards if not shard.tied]
+
+
+def fill_tied(runtime: Runtime) -> None:
+    """Give second copies of tied weights, and their moments if any, the values of the first."""
+    first = {shard.name: shard for shard in runtime.shards if not shard.tied}
+    for shard in runtime.shards:
+        if shard.tied:
+            source = first[shard.name]
+            shard.local.tensor.copy_(source.local.tensor)
+            for key, value in runtime.optimizer.state[source.owned].items():
+                runtime.optimizer.state[shard.owned][key].copy_(value)
 
 
 def rng_tensors() -> dict[str, Tensor]:
@@ -86,7 +117,7 @@ def save(runtime: Runtime, run: Run) -> Path:
     path = dcp.save(
         run.dir / "checkpoints",
         step=runtime.step,
-        tensors=training_tensors(runtime.model, runtime.optimizer),
+        tensors=training_tensors(runtime),
         rank_tensors=rng_tensors(),
         meta={
             "samples_consumed": runtime.batches.samples_consumed,
@@ -119,10 +150,11 @@ def save(runtime: Runtime, run: Run) -> Path:
 def restore(runtime: Runtime, checkpoint: Path) -> dict[str, Any]:
     """Load weights, moments, randomness and position in place; returns the manifest."""
     materialise_state(runtime.optimizer)
-    tensors = training_tensors(runtime.model, runtime.optimizer)
+    tensors = training_tensors(runtime)
     manifest = dcp.load(checkpoint, tensors, mesh=runtime.mesh)
     for state in runtime.optimizer.state.values():
         state["step"].copy_(tensors["optim.step"])
+    fill_tied(runtime)
     rank_tensors = dcp.load_rank_tensors(checkpoint, runtime.mesh.rank)
     if rank_tensors is not None:
         set_rng(rank_tensors)
@@ -143,7 +175,8 @@ def begin(runtime: Runtime, run: Run) -> None:
         except dcp.CheckpointError as error:
             raise dcp.CheckpointError([*error.problems, *offer_older(run.checkpoint)]) from None
     elif init_from is not None:
-        load_weights(runtime.model, Path(init_from), mesh=runtime.mesh)
+        dcp.load(Path(init_from), weight_tensors(runtime), mesh=runtime.mesh, ignore=("optim.",))
+        fill_tied(runtime)
 
 
 def offer_older(checkpoint: Path) -> list[str]:
@@ -156,9 +189,12 @@ def offer_older(checkpoint: Path) -> list[str]:
     return [f"nothing was changed; an older checkpoint is there: run.resume={max(older)}"]
 
 
-def load_weights(model: nn.Module, checkpoint: Path, *, mesh: Mesh | None = None) -> dict[str, Any]:
-    """Load the weights alone, in place; every parameter must be there. Returns the manifest."""
-    return dcp.load(checkpoint, dict(named_state(model)), mesh=mesh, ignore=("optim.",))
+def load_weights(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
+    """Load the weights of a whole model in this process, in place; returns the manifest.
+
+    Every parameter must be there, and nothing else but the optimizer's tensors.
+    """
+    return dcp.load(checkpoint, dict(named_state(model)), ignore=("optim.",))
 
 
 def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
@@ -174,7 +210,9 @@ def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
     manifest = dcp.read_manifest(checkpoint)
     try:
         schema = model_schema(manifest["model"]["architecture"])
-        config = Config(model=schema(**manifest["model"]))
+        weights = [e for n, e in manifest["tensors"].items() if not n.startswith("optim.")]
+        double = any(entry["dtype"] == "float64" for entry in weights)
+        config = Config(model=schema(**manifest["model"]), precision="fp64" if double else "fp32")
         seq_len, wrong = int(manifest["seq_len"]), [*unusable(config).values()]
     except (KeyError, TypeError, ValueError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
