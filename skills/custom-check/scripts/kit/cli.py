@@ -69,12 +69,14 @@ def run(
     doc: str | None,
     add_flags: Callable[[Any], None] | None = None,
     check_flags: Callable[[argparse.Namespace], int | None] | None = None,
+    modules: Callable[[argparse.Namespace], Sequence[str]] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run a skill's script and return its exit code.
 
     `check_flags` sees the flags before torch is needed: it raises UsageError, or returns an exit
-    code when it has already done what was asked.
+    code when it has already done what was asked. Work that loads no target says by `modules` what
+    it imports instead; then neither a project nor --target has to be there.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -82,7 +84,8 @@ def run(
             return _follow(skill, argv)
         args = build_parser(skill, doc, add_flags).parse_args(argv)
         early = check_flags(args) if check_flags else None
-        return early if early is not None else _start(skill, work, args, argv)
+        needed = None if modules is None else list(modules(args))
+        return early if early is not None else _start(skill, work, args, argv, needed)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -143,15 +146,22 @@ def _add_place(parser: Any) -> None:
     )
 
 
-def _start(skill: str, work: Work, args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _start(
+    skill: str,
+    work: Work,
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    needed: Sequence[str] | None,
+) -> int:
     detached = os.environ.pop(job.DETACHED, None) is not None
     project = _absolute(args.project)
     if not project.is_dir():
         raise UsageError(f"--project {args.project} is no folder", fix="set --project to a folder")
-    target.check_request(project, args.target, args.set, args.device)
+    if needed is None:
+        target.check_request(project, args.target, args.set, args.device)
     args.json = _json_place(args.json)
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads starve a busy machine
-    folders, modules = [project], target.PROJECT_MODULES
+    folders, modules = [project], target.PROJECT_MODULES if needed is None else needed
     if args.target is not None:
         path, function = parse_spec(args.target, flag="--target")
         args.target = f"{path}:{function}"  # checked code may change the current folder
