@@ -112,7 +112,7 @@ def assert_same(
             continue
         gap = (value.double() - reference.double()).abs()
         error = float(gap.max() / reference.double().abs().max().clamp(min=floor))
-        if not error <= worst:
+        if worst == worst and not error <= worst:  # the first NaN stays the worst
             place = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
             worst = error
             where = f"{name}{list(place)}: found {value[place]}, wanted {reference[place]}"

@@ -217,6 +217,14 @@ def test_a_mask_is_made_once_for_all_blocks():
     run_ranks(blocks_share_a_mask, 4)
 
 
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_the_comparison_finds_a_nan_in_any_tensor(name):
+    wanted = {"first": torch.ones(3), "last": torch.ones(2)}
+    found = {**wanted, name: torch.full_like(wanted[name], float("nan"))}
+    with pytest.raises(AssertionError, match=rf"error nan .* at {name}\["):
+        assert_same(found, wanted, tolerance=1.0)
+
+
 # The tests of the tests: each makes one known mistake on every rank, which must be found.
 
 
@@ -242,6 +250,10 @@ def last_block_alone_in_backward():
         lse.copy_(torch.where(more_lse.isinf(), lse, more_lse))
 
     cp._merge = merge
+
+
+def no_care_for_rows_that_see_nothing():
+    cp._finite, cp.TILE = lambda lse: lse, 5
 
 
 def keys_that_stay_at_home():
@@ -276,6 +288,8 @@ def no_sinks():
         (no_correction, "ring", "all"),
         (last_block_alone_in_backward, "ring", "plain"),
         (last_block_alone_in_backward, "ring", "documents"),
+        (no_care_for_rows_that_see_nothing, "ring", "small_window"),
+        (no_care_for_rows_that_see_nothing, "ring", "documents"),
         (keys_that_stay_at_home, "ring", "plain"),
         (gradients_that_stay_at_home, "ring", "plain"),
         (no_sinks, "ring", "sinks"),
