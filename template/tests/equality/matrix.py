@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Run the equality matrix: `python tests/equality/matrix.py [--full] [--only NAME] [--write-docs]`.
+
+Every layout that is accepted trains as one process does. The proofs go to runs/checks/equality/ as
+table.json and table.txt; --write-docs puts the table into docs/equality.md as well. `make test`
+runs the same cells. --full takes every cell of 8 ranks, cells of 32 and compiled ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from curry_train.equality import Proof
+
+PROJECT = Path(__file__).resolve().parents[2]
+DOCS = PROJECT / "docs" / "equality.md"
+KINDS = ("gradient", "norm", "update", "loss")
+INTRODUCTION = """# Equality matrix
+
+Every layout below took three optimizer steps in float64 and was compared with one process that took
+the same steps on the same samples: every gradient of the first step, the gradient norm and losses
+of all steps, every weight after the last, and the loss of the held-out text.
+
+- gradient, norm, loss: largest difference over the largest element of the tensor (or a millionth of
+  the global gradient norm, if that is more); within 1e-12
+- update: largest difference of a weight over the learning rate; within 1e-8, where AdamW has a
+  gradient above 1e-8 to go by, else 1e-5
+
+Labels are dropped unevenly, 0 to all of a sample's, clipping is active, and balance and z losses
+are on. Parts held by all ranks make every tensor exactly once. A name tells the ranks (`w8`), dense
+or MoE, every axis above 1 and every option that is no default. Written by
+`python tests/equality/matrix.py --write-docs`.
+"""
+
+
+def folder() -> Path:
+    """Return where proofs are kept: below runs/, or where that cannot be written a temporary."""
+    wanted = PROJECT / "runs" / "checks" / "equality"
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        if os.access(wanted, os.W_OK):
+            return wanted
+    except OSError:
+        pass
+    fallback = Path(tempfile.gettempdir()) / f"curry-train-equality-{os.getuid()}"
+    fallback.mkdir(exist_ok=True)
+    return fallback
+
+
+def keep(name: str, proof: Proof) -> None:
+    """Leave the proof of a cell for the table; a later one of the same name replaces it."""
+    row = proof.row(name) | {"when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    rows = folder() / "cells"
+    rows.mkdir(exist_ok=True)
+    part = rows / f".{name}.{os.getpid()}"
+    part.write_text(json.dumps(row, indent=1))
+    part.replace(rows / f"{name}.json")
+
+
+def kept() -> list[dict[str, Any]]:
+    """Return the proofs that were left, by ranks and name."""
+    rows = [json.loads(path.read_text()) for path in (folder() / "cells").glob("*.json")]
+    return sorted(rows, key=lambda row: (row["world"], row["cell"]))
+
+
+def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table as Markdown."""
+    equal = sum(row["equal"] for row in rows)
+    cpu = sum(row["cpu"] for row in rows)
+    yield f"{len(rows)} cells, {equal} equal to one process; {cpu:.0f} CPU seconds.\n"
+    yield "| cell | equal | " + " | ".join(KINDS) + " | worst gradient | CPU s |"
+    yield "|---" * (len(KINDS) + 4) + "|"
+    for row in rows:
+        errors = [f"{row['gaps'][kind]['error']:.1e}" for kind in KINDS]
+        worst = row["gaps"]["gradient"]
+        where = f"`{worst['name']}`, rank {worst['rank']}"
+        verdict = "yes" if row["equal"] else "NO"
+        cells = [f"`{row['cell']}`", verdict, *errors, where, f"{row['cpu']:.1f}"]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def write_table() -> None:
+    """Write table.json and table.txt of all proofs that were left."""
+    if rows := kept():
+        (folder() / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (folder() / "table.txt").write_text("\n".join(lines(rows)) + "\n")
+
+
+def write_docs() -> None:
+    """Put the table into the documentation."""
+    DOCS.write_text("\n".join([INTRODUCTION, *lines(kept())]) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    """Run the cells, then write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].split(":")[0])
+    parser.add_argument("--full", action="store_true", help="every cell of 8 ranks, and of 32")
+    parser.add_argument("--only", metavar="NAME", help="cells whose name holds this")
+    parser.add_argument("--write-docs", action="store_true", help="refresh docs/equality.md")
+    parser.add_argument("--no-run", action="store_true", help="of the proofs that are there")
+    options = parser.parse_args(argv)
+    code = 0
+    if not options.no_run:
+        for path in (folder() / "cells").glob("*.json") if not options.only else ():
+            path.unlink()
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        if options.full:
+            env["CURRY_TRAIN_FULL"] = "1"
+        tests = Path(__file__).parent.relative_to(PROJECT)
+        command = [sys.executable, "-m", "pytest", str(tests), "-q", "-n", "2"]
+        command += ["--dist", "worksteal", *(["-k", options.only] if options.only else [])]
+        code = subprocess.run(command, cwd=PROJECT, env=env).returncode
+    if options.write_docs:
+        write_docs()
+    print(f"{len(kept())} cells: {folder() / 'table.txt'}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
