@@ -1,9 +1,9 @@
 """Blocks over the ranks of a pipeline: which rank holds which, and a step over all micro-batches.
 
 The order of passes, and who sends what when, are those of torch.distributed.pipelining. A stage is
-this rank's chunk of the model; its forward is replaced, so that hooks of fully_shard stay on. Hidden
-states travel from stage to stage with the auxiliary losses so far, whose gradient so reaches every
-router; positions, documents and labels are read on each rank from its own micro-batches.
+this rank's chunk of the model with another forward, so that the hooks of fully_shard stay on.
+Hidden states travel from stage to stage with the auxiliary losses so far, whose gradient so reaches
+every router; positions, documents and labels are read on each rank from its own micro-batches.
 Nothing here averages: every micro-batch's loss is a sum over tokens, `grads.finish` divides.
 """
 
@@ -24,7 +24,7 @@ from curry_train.models.protocol import ModelOutput
 from curry_train.parallel.dims import stages_of, stages_per_rank
 from curry_train.parallel.mesh import Mesh
 from curry_train.sizes import block_costs
-from curry_train.stages import split_blocks as split_by_cost
+from curry_train.stages import stage_blocks
 
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -40,18 +40,18 @@ READ_BY_ALL = ("position_ids", "doc_ids")
 
 def split_blocks(config: Config) -> list[list[int]]:
     """Return the global block indices of every stage, in model order."""
-    parallel, model = config.parallel, config.model
-    counts = parallel.pp_split
-    if counts == "auto":
-        ends = 0.0, 6.0 * model.vocab_size * model.hidden_size
-        stages = parallel.pp * stages_per_rank(parallel)
-        counts = split_by_cost(block_costs(model, config.data.seq_len), ends, stages)
-    starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [list(range(start, start + n)) for start, n in zip(starts, counts, strict=True)]
+    model = config.model
+    head = 6.0 * model.vocab_size * model.hidden_size
+    costs = block_costs(model, config.data.seq_len)
+    return [list(blocks) for blocks in stage_blocks(config.parallel, costs, head)]
 
 
 def build_pipeline(config: Config, chunks: list[nn.Module], mesh: Mesh) -> Pipeline:
     """Make this rank's chunks, in the order of `stages_of`, the stages of a pipeline."""
+    if config.parallel.overlap:
+        from curry_train.parallel.overlap import OverlappedPipeline
+
+        return OverlappedPipeline(config, chunks, mesh)
     return Pipeline(config, chunks, mesh)
 
 
@@ -124,13 +124,7 @@ class Pipeline:
         Returns the sums [nll, aux, z, count], zero but on the last stage's ranks, and the choices
         int64 [MoE blocks, E] of the own tokens, zero in rows of other stages.
         """
-        model = self.config.model
-        self.scale, self.totals = runtime.loss_scale.value, zero_totals(self.mesh.device)
-        if model.num_experts:
-            rows = model.num_hidden_layers - model.first_k_dense_replace
-            self.loads = torch.zeros(
-                rows, model.num_experts, dtype=torch.int64, device=self.mesh.device
-            )
+        self.begin_step(runtime)
         names = [name for name in READ_BY_ALL if micro_batches[0].get(name) is not None]
         whole = {
             name: torch.cat([batch[name] for batch in micro_batches])
@@ -144,6 +138,20 @@ class Pipeline:
                 return_outputs=False,
                 **{name: whole[name] for name in names},
             )
+        return self.end_step()
+
+    def begin_step(self, runtime: Any) -> None:
+        """Empty the totals and counts of a step."""
+        model = self.config.model
+        self.scale, self.totals = runtime.loss_scale.value, zero_totals(self.mesh.device)
+        if model.num_experts:
+            rows = model.num_hidden_layers - model.first_k_dense_replace
+            self.loads = torch.zeros(
+                rows, model.num_experts, dtype=torch.int64, device=self.mesh.device
+            )
+
+    def end_step(self) -> tuple[Tensor, Tensor | None]:
+        """Return the totals and counts of a step."""
         loads, self.loads = self.loads, None
         return self.totals, loads
 
@@ -186,7 +194,7 @@ class Pipeline:
 
         # Said, not found out by torch, whose trial run would send garbage to experts.
         message = self.message(input_ids, "meta", requires_grad=True)
-        stages = [
+        self.stages = [
             PipelineStage(
                 chunk,
                 stage,
@@ -206,7 +214,10 @@ class Pipeline:
         kind = getattr(schedules, SCHEDULES[name])
         single = stages_per_rank(self.config.parallel) == 1
         schedule = kind(
-            stages[0] if single else stages, micro_batches, loss_fn=self.loss, scale_grads=False
+            self.stages[0] if single else self.stages,
+            micro_batches,
+            loss_fn=self.loss,
+            scale_grads=False,
         )
         self.made = key, schedule
         return schedule
