@@ -489,12 +489,12 @@ def save_run(rank: int, world: int, folder: Path, layout: str, model: ModelConfi
 
 
 def load_run(rank: int, world: int, paths: list[Path], layout: str, model: ModelConfig) -> Any:
-    """Restore every checkpoint into a fresh runtime and take the third step."""
-    outs = []
+    """Restore every checkpoint, the first into a fresh runtime, and take the third step."""
+    runtime, outs = runtime_of(rank, layout, model), []
     for path in paths:
-        runtime = runtime_of(rank, layout, model)
         training_state.restore(runtime, path)
         assert (runtime.step, runtime.batches.samples_consumed) == (2, 24)
+        assert {float(state["step"]) for state in runtime.optimizer.state.values()} == {2.0}
         tied = assert_holds(runtime, truth_of(path))
         assert tied == (layout == "pp2 zbv" and model is TIED and rank == 0)
         out = train_step(runtime)
