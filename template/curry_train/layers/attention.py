@@ -35,7 +35,7 @@ class Positions:
 
     Shapes: cos and sin [B or 1, 1, S, A] in the compute dtype; doc_ids int64 [B, S] or None;
     masks holds for each window of the model what SDPA adds to the scores, see `positions_of`;
-    empty under context parallelism, which knows what is visible. S are the tokens that attention
+    empty under ring attention, which knows what is visible. S are the tokens that attention
     sees here. Between the parts of a block a rank may hold a slice of them: real bool [B, S'] tells
     its tokens from padding (None: all are), places int64 [S'] where they stand in the whole
     sequence (None: it is whole).
@@ -63,6 +63,7 @@ def positions_of(
     dtype: torch.dtype,
     *,
     cp: ProcessGroup | None = None,
+    cp_kind: str = "ring",
     tp: ProcessGroup | None = None,
 ) -> Positions:
     """Return the Positions of a micro-batch for every block of the model.
@@ -71,15 +72,16 @@ def positions_of(
     keys; doc_ids int64 [B, S] or None, between which nothing is seen. A mask is [B or 1, 1, S, S]
     in `dtype`, 0 where a key is seen and minus infinity elsewhere, so that no block converts or
     keeps one of its own; None stands for plain causal attention. With sinks it has a row and a
-    column more, in front. Groups: cp and tp, whose ranks share the sequence; nothing is sent.
+    column more, in front. Groups: cp and tp, whose ranks share the sequence; with cp_kind
+    all_gather masks have the keys of all ranks, and cp gathers the documents once.
     """
     length, device = position_ids.shape[1], position_ids.device
     cos, sin = rotary_angles(config, position_ids, dtype)
     masks: dict[int | None, Tensor | None] = {}
     for window in {config.window_of(layer) for layer in range(config.num_hidden_layers)}:
-        if cp is not None:
+        if cp is not None and cp_kind == "ring":
             break
-        seen = visible_keys(length, window, doc_ids, device)
+        seen = context_parallel.visible_rows(length, window, doc_ids, cp, device)
         if seen is None:
             masks[window] = None
             continue
@@ -173,6 +175,7 @@ def attend_with(
         sinks_H=sinks,
         group=layer.cp,
         kind=layer.cp_kind,
+        mask=positions.masks.get(layer.window),
     )
 
 

@@ -127,6 +127,7 @@ class Decoder(nn.Module):
         self.compute_dtype = compute_dtype
         self.tp: ProcessGroup | None = None
         self.cp: ProcessGroup | None = None
+        self.cp_kind = "ring"
         self.vocab_size = config.vocab_size
         self.padded_vocab = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.vocab_parameters = ("model.embed_tokens.weight", "lm_head.weight")
@@ -172,7 +173,13 @@ class Decoder(nn.Module):
             length = hidden.shape[1] * (1 if self.tp is None else self.tp.size())
             position_ids = sequence_places(length, self.cp, hidden.device)[None]
         return positions_of(
-            self.config, position_ids, doc_ids, self.compute_dtype, cp=self.cp, tp=self.tp
+            self.config,
+            position_ids,
+            doc_ids,
+            self.compute_dtype,
+            cp=self.cp,
+            cp_kind=self.cp_kind,
+            tp=self.tp,
         )
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def set_groups(chunk: nn.Module, config: Config, mesh: Mesh) -> None:
     """Hand the layers their groups and split what tensor and expert parallelism split."""
     tp, cp, ep = mesh.group("tp"), mesh.group("cp"), mesh.group("ep")
     if isinstance(chunk, Decoder):
-        chunk.tp, chunk.cp = tp, cp
+        chunk.tp, chunk.cp, chunk.cp_kind = tp, cp, config.parallel.cp_kind
     for module in list(chunk.modules()):
         if isinstance(module, Attention | LatentAttention):
             module.tp, module.cp, module.cp_kind = tp, cp, config.parallel.cp_kind
