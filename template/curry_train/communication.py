@@ -58,8 +58,8 @@ def communication(config: Config, world: int) -> list[tuple[str, str, float, int
 
     Rings: an all-gather or reduce-scatter of n ranks sends (n - 1) / n of the whole tensor, an
     all-reduce twice that. Tokens of experts go to each of their ranks once; with K of E experts on
-    ep ranks that is ranks_visited in the mean. What the loss and the routers sum is left out where
-    it is a few numbers a token. Empty where no closed form knows the model.
+    ep ranks that is ranks_visited in the mean. Totals of the loss and the norm are left out. Empty
+    where no closed form knows the model. The tests count the bytes of real ranks.
     Raises ValueError when the axes do not make `world` ranks.
     """
     layout = Layout(config, world)
@@ -74,7 +74,8 @@ def messages(layout: Layout, index: int) -> Iterator[Traffic]:
         return
     blocks = [i for stage in layout.stages_of(index) for i in layout.split[stage]]
     rows = [*_tensor_parallel(layout, index, blocks), *_context(layout, blocks)]
-    rows += [*_experts(layout, blocks), *_data(layout, index), *_pipeline(layout, index)]
+    rows += [*_experts(layout, blocks), *_routers(layout, blocks)]
+    rows += [*_data(layout, index), *_pipeline(layout, index)]
     yield from (row for row in rows if row.bytes > 0)
 
 
@@ -89,8 +90,10 @@ def _tensor_parallel(layout: Layout, index: int, blocks: list[int]) -> Iterator[
     piece = (tp - 1) / tp * layout.tokens * model.hidden_size * layout.compute
     calls = 0
     for layer in blocks:
-        dense = is_dense(model, layer) or model.shared_expert_intermediate_size > 0
-        calls += (2 + 2 * dense) * (1 + _passes(layout, layer))
+        dense = is_dense(model, layer)
+        both = dense or model.shared_expert_intermediate_size > 0
+        calls += (2 + 2 * both) * (1 + _passes(layout, layer))
+        calls -= dense * (_passes(layout, layer) - 1)  # the last one is not made again
     yield Traffic("tp", "sequence of each block", steps * calls * piece, steps * calls)
     parts = [part for stage in layout.stages_of(index) for part in layout.parts_of(stage)]
     ends = 2 * sum(part in ("embedding", "head") for part in parts)
@@ -129,8 +132,20 @@ def _experts(layout: Layout, blocks: list[int]) -> Iterator[Traffic]:
     hidden = "pairs" if layout.parallel.overlap else ""
     calls = steps * (4 * passes + 2 * len(sparse))
     yield Traffic("ep", "dispatch of tokens", steps * (passes * there + back), calls, hidden)
-    total, calls = sent * row * (passes + len(sparse)), passes + len(sparse)
-    yield Traffic("ep", "combine of tokens", steps * total, steps * calls, hidden)
+    # Backward needs nothing that comes after the bank, so a combine is not made again.
+    calls = 2 * steps * len(sparse)
+    yield Traffic("ep", "combine of tokens", calls * sent * row, calls, hidden)
+
+
+def _routers(layout: Layout, blocks: list[int]) -> Iterator[Traffic]:
+    """What the balance losses need to know of whole sequences: counts and shares of each expert."""
+    model, ranks = layout.model, layout.dims.cp * layout.dims.tp
+    calls = sum(_passes(layout, i) for i in blocks if not is_dense(model, i))
+    calls *= layout.micro_batches
+    size = layout.samples * (2 * model.num_experts + 2) * layout.wide
+    yield Traffic(
+        "sequence", "counts of the routers", calls * 2 * (ranks - 1) / ranks * size, calls
+    )
 
 
 def _data(layout: Layout, index: int) -> Iterator[Traffic]:
@@ -138,29 +153,32 @@ def _data(layout: Layout, index: int) -> Iterator[Traffic]:
     d, zero, wide = layout.dims, layout.parallel.zero, layout.wide
     stages = layout.stages_of(index)
     total = layout.held_by(index)
-    fsdp, dense = d.dp_shard * d.cp, total.split + total.whole
+    fsdp = d.dp_shard * d.cp
     if zero < 2:
-        kinds = {"tp": (total.whole, d.tp), "data": (dense, d.dp_replicate * fsdp)}
+        kinds = {"data": (total.split, d.dp_replicate * fsdp)}
+        kinds["stage"] = (total.whole, d.dp_replicate * fsdp * d.tp)
         kinds["expert_data"] = (total.experts, d.dp_replicate * d.efsdp)
         for group, (elements, ranks) in kinds.items():
             size = 2 * (ranks - 1) / ranks * elements * wide
             yield Traffic(group, "all-reduce of gradients", size, -(-elements // BUCKET_ELEMENTS))
-    shards = {"fsdp": (dense, fsdp), "efsdp": (total.experts, d.efsdp)}
-    units = sum(len(layout.split[stage]) for stage in stages) + 1
-    # A pipeline keeps what it has gathered, and the gradients, until the end of the step.
-    rounds = 1 if d.pp > 1 and not layout.reshards else layout.micro_batches
+    # A pipeline keeps what it has gathered, and the gradients, until the end of the step; else
+    # each micro-batch gathers, the blocks twice where they were dropped, and reduces.
+    parts = [part for stage in stages for part in layout.parts_of(stage)]
+    ends = sum(layout.held(part).dense_rows for part in parts if isinstance(part, str))
+    kept = d.pp > 1 and not layout.reshards
     sums = 1 if d.pp > 1 else layout.micro_batches
-    for group, (elements, ranks) in shards.items():
-        part = (ranks - 1) / ranks * elements
+    rounds, again = (1 if kept else layout.micro_batches), 1 + layout.reshards
+    shards = {"fsdp": (total.dense_rows, fsdp, ends), "efsdp": (total.expert_rows, d.efsdp, 0)}
+    units = sum(isinstance(part, int) for part in parts) + 1
+    for group, (rows, ranks, once) in shards.items():
         if zero == 1:
-            yield Traffic(group, "all-gather of parameters", part * wide, units)
+            yield Traffic(group, "all-gather of parameters", (ranks - 1) * rows * wide, 1)
         if zero < 2:
             continue
-        gathers = rounds * (1 + layout.reshards)
-        what, bytes_ = "all-gather of parameters", gathers * part * layout.compute
-        yield Traffic(group, what, bytes_, gathers * units, "compute")
-        what = "reduce-scatter of gradients"
-        yield Traffic(group, what, sums * part * wide, sums * units, "compute")
+        size = (ranks - 1) * (rows * again - once * (again - 1)) * rounds * layout.compute
+        yield Traffic(group, "all-gather of parameters", size, rounds * again * units, "compute")
+        size = (ranks - 1) * rows * sums * wide
+        yield Traffic(group, "reduce-scatter of gradients", size, sums * units, "compute")
     if zero > 1:
         partial = 2 * (d.tp - 1) / d.tp * total.whole / fsdp * wide
         yield Traffic("tp", "all-reduce of gradients", partial, 1)
@@ -199,6 +217,8 @@ def reach(layout: Layout, group: str, per_node: int) -> tuple[int, int]:
         "fsdp": (d.dp_shard * d.cp, d.tp),
         "data": (d.dp_replicate * d.dp_shard * d.cp, d.tp),
         "dp_replicate": (d.dp_replicate, inner),
+        "sequence": (d.cp * d.tp, 1),
+        "stage": (d.world // d.pp, 1),
         "pp": (d.pp, d.world // d.pp),
     }[group]
     if size * stride <= per_node and per_node % (size * stride) == 0:

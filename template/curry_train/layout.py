@@ -9,7 +9,7 @@ from curry_train.config import Config, ModelConfig, resolve_micro_batch
 from curry_train.parallel import dims
 from curry_train.parallel.activation_checkpoint import kind_of
 from curry_train.sizes import Held, Weight, block_costs, built_weights, held, held_of, is_dense
-from curry_train.stages import split_blocks
+from curry_train.stages import stage_blocks
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
@@ -44,13 +44,8 @@ class Layout:
     @cached_property
     def split(self) -> list[range]:
         """The blocks of every pipeline stage, in model order."""
-        stages = self.dims.pp * dims.stages_per_rank(self.parallel)
-        counts = self.parallel.pp_split
-        if counts == "auto":
-            head = 6.0 * self.model.vocab_size * self.model.hidden_size if self.known else 0.0
-            counts = split_blocks(self.costs, (0.0, head), stages)
-        starts = [sum(counts[:stage]) for stage in range(stages)]
-        return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+        head = 6.0 * self.model.vocab_size * self.model.hidden_size if self.known else 0.0
+        return stage_blocks(self.parallel, self.costs, head)
 
     def stages_of(self, index: int) -> list[int]:
         """Return the stages of the pipeline's rank `index`."""
@@ -68,6 +63,8 @@ class Layout:
 
     def kind(self, part: str | int) -> str | int | bool:
         """Return what parts of equal size have in common: the end, or whether a block is dense."""
+        if part == "head" and self.dims.pp > 1:
+            return "head of its own"  # a tied one too: every stage has its own copy
         return is_dense(self.model, part) if self.known and isinstance(part, int) else part
 
     def held(self, part: str | int) -> Held:
@@ -98,7 +95,7 @@ class Layout:
 
     def _kept_of(self, kind: str | int | bool, again: str) -> float:
         model, sizes, tp = self.model, (self.compute, self.wide), self.dims.tp
-        if kind == "head":
+        if kind in ("head", "head of its own"):
             return head_bytes(model, *sizes, tp)
         if kind == "embedding":
             return 0.0

@@ -84,15 +84,14 @@ def _alive(layout: Layout, stage: int, live: int) -> float:
 def _buffers(layout: Layout, stages: list[int], total: Held) -> float:
     """Count what summing gradients and gathering parameters needs."""
     d, zero = layout.dims, layout.parallel.zero
-    if d.world == d.pp:
-        return 0.0
-    if zero < 2:
-        return min(total.local, BUCKET_ELEMENTS) * layout.wide
-    units = sorted(layout.held(i).local for stage in stages for i in layout.split[stage])
-    # The one in use and the next, or all until the step's end.
-    gathered = sum(units[-2:]) if layout.reshards else total.local
-    undivided = units[-1] if d.pp == 1 else total.local
-    return gathered * layout.compute + undivided * layout.wide
+    if zero < 2 or d.world == 1:
+        return min(total.local, BUCKET_ELEMENTS) * layout.wide * (d.world > d.pp)
+    units = [layout.held(i).local for stage in stages for i in layout.split[stage]]
+    ends, largest = total.local - sum(units), max(units)
+    # The ends stay gathered; of blocks the one in use and the next, or all until the step's end.
+    gathered = ends + 2 * largest if layout.reshards else total.local
+    undivided = ends + largest if d.pp == 1 else total.local
+    return min(gathered, total.local) * layout.compute + undivided * layout.wide
 
 
 def _messages(layout: Layout) -> float:

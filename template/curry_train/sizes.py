@@ -132,30 +132,40 @@ def flops_per_token(model: Any, seq_len: int) -> float | None:
 
 @lru_cache(maxsize=256)
 def end_weights(model: ModelConfig, end: str) -> list[Weight]:
-    """Return the parameters of the `embedding`, or of the `head` with the last norm."""
+    """Return the parameters of the `embedding`, the `head`, or a `head of its own` though tied.
+
+    The last norm stands with the head.
+    """
     vocabulary = [Weight((padded_vocab(model), model.hidden_size), "columns")]
     if end == "embedding":
         return vocabulary
-    return [Weight((model.hidden_size,))] + vocabulary * (not model.tie_word_embeddings)
+    shared = end == "head" and model.tie_word_embeddings
+    return [Weight((model.hidden_size,))] + vocabulary * (not shared)
 
 
 class Held(NamedTuple):
-    """Elements on one rank: split over tp, whole, of experts; and its part under parallel.zero."""
+    """Elements on one rank: split over tp, whole, of experts; and its rows under parallel.zero."""
 
     split: int
     whole: int
     experts: int
-    shard: int
+    dense_rows: int
+    expert_rows: int
 
     @property
     def local(self) -> int:
         """All that the rank would hold without parallel.zero."""
         return self.split + self.whole + self.experts
 
+    @property
+    def shard(self) -> int:
+        """All that the rank has under parallel.zero."""
+        return self.dense_rows + self.expert_rows
+
     @staticmethod
     def sum(parts: Iterable[Held]) -> Held:
         """Add parts up."""
-        return Held(*(sum(column) for column in zip((0, 0, 0, 0), *parts, strict=True)))
+        return Held(*map(sum, zip((0, 0, 0, 0, 0), *parts, strict=True)))
 
 
 def held(weights: list[Weight], tp: int, ep: int, fsdp: int, efsdp: int) -> Held:
@@ -164,16 +174,16 @@ def held(weights: list[Weight], tp: int, ep: int, fsdp: int, efsdp: int) -> Held
     tp and ep divide first; then fsdp ranks (efsdp for experts) divide dimension 0, and the first
     of them holds the rows that are left over.
     """
-    found = {"split": 0, "whole": 0, "experts": 0}
-    shard = 0
+    found = dict.fromkeys(Held._fields, 0)
     for shape, split in weights:
         rows, inner = (*shape, 1)[0], prod(shape[1:])
-        name = "experts" if split == "experts" else "whole" if split == "whole" else "split"
+        expert = split == "experts"
         rows = -(-rows // {"columns": tp, "experts": ep}.get(split, 1))
         inner = -(-inner // tp) if split == "rows" else inner
-        found[name] += rows * inner
-        shard += -(-rows // (efsdp if split == "experts" else fsdp)) * inner
-    return Held(**found, shard=shard)
+        found[split if split in found else "split"] += rows * inner
+        shards = efsdp if expert else fsdp
+        found["expert_rows" if expert else "dense_rows"] += -(-rows // shards) * inner
+    return Held(**found)
 
 
 @lru_cache(maxsize=4096)

@@ -7,23 +7,40 @@ does twice as much. The tests hold every figure against the tables of PyTorch's 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+from curry_train.config import ParallelConfig
+from curry_train.parallel.dims import V_SCHEDULES, stages_per_rank
+
+NEARLY = 1.03
+"""Costs in FLOP say no more than this about the time of a stage."""
+ROUNDING = 1 + 1e-9
+
+
+def stage_blocks(parallel: ParallelConfig, costs: tuple[float, ...], head: float) -> list[range]:
+    """Return the blocks of every pipeline stage, in model order.
+
+    costs: of every block; head: that of the model's end, which the last stage has too.
+    """
+    stages = parallel.pp * stages_per_rank(parallel)
+    counts = parallel.pp_split
+    if counts == "auto" and stages == parallel.pp:
+        counts = split_blocks(costs, head, stages)
+    elif counts == "auto":
+        counts = split_blocks_in_pairs(costs, head, parallel.pp, parallel.schedule in V_SCHEDULES)
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
 
 
 @functools.lru_cache(maxsize=256)
-def split_blocks(costs: tuple[float, ...], ends: tuple[float, float], stages: int) -> list[int]:
+def split_blocks(costs: tuple[float, ...], head: float, stages: int) -> list[int]:
     """Return the number of blocks of each stage, in model order, at least one each.
 
-    costs: of every block; ends: what embedding and head add to the first and the last stage. The
-    dearest stage is as cheap as can be; among equals the stages are as even as can be.
+    The dearest stage is as cheap as can be; among equals the stages are as even as can be.
     """
-    layers, sums = len(costs), [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def load(stage: int, start: int, end: int) -> float:
-        extra = ends[0] * (stage == 0) + ends[1] * (stage == stages - 1)
-        return sums[end] - sums[start] + extra
+    layers, sums = len(costs), [0.0, *accumulate(costs)]
 
     def best(score: Callable[[float, float], float]) -> tuple[float, list[int]]:
         # row[end]: the best score of the stages so far when they hold the first `end` blocks.
@@ -32,9 +49,10 @@ def split_blocks(costs: tuple[float, ...], ends: tuple[float, float], stages: in
             after = stages - stage - 1
             ways = {}
             for end in range(stage + 1, layers - after + 1):
+                extra = 0.0 if after else head
                 options = (
-                    (score(row[start][0], load(stage, start, end)), row[start][1] + [end - start])
-                    for start in row
+                    (score(so_far, sums[end] - sums[start] + extra), [*counts, end - start])
+                    for start, (so_far, counts) in row.items()
                     if start < end
                 )
                 ways[end] = min(options, key=lambda way: way[0])
@@ -43,7 +61,90 @@ def split_blocks(costs: tuple[float, ...], ends: tuple[float, float], stages: in
 
     limit, _ = best(max)
     over = float("inf")
-    return best(lambda so_far, x: so_far + x * x if x <= limit * (1 + 1e-9) else over)[1]
+    return best(lambda so_far, x: so_far + x * x if x <= limit * ROUNDING else over)[1]
+
+
+@functools.lru_cache(maxsize=256)
+def split_blocks_in_pairs(
+    costs: tuple[float, ...], head: float, ranks: int, turned: bool
+) -> list[int]:
+    """Return the number of blocks of each stage where a rank has two of them.
+
+    Rank r has the stages r and ranks + r, or where `turned` r and 2 * ranks - 1 - r. No rank is
+    more than NEARLY dearer than the dearest must be, since a few percent of a rank are not worth
+    stages of very different size; within that the dearest stage is as cheap as can be.
+    """
+    layers = len(costs)
+    even = split_blocks(costs, head, 2 * ranks)
+    starts = [0, *accumulate(even)]
+    stages = [sum(costs[start:end]) for start, end in pairwise(starts)]
+    stages[-1] += head
+    least = max(stages) * ROUNDING
+    limit, found, counts = _least_of_a_rank(costs, head, ranks), float("inf"), []
+    while not counts:
+        limit *= NEARLY
+        # The border between first and second stages, nearest to the middle first.
+        for border in sorted(range(ranks, layers - ranks + 1), key=lambda at: abs(2 * at - layers)):
+            ways = _pairs(costs, head, ranks, turned, border, limit, found)
+            if ways is not None:
+                found, pairs = ways
+                first, second = map(list, zip(*pairs, strict=True))
+                counts = first + (second[::-1] if turned else second)
+            if found <= least:
+                break
+    return counts
+
+
+def _least_of_a_rank(costs: tuple[float, ...], head: float, ranks: int) -> float:
+    """Return what the dearest rank costs at least: the mean, or so many of the cheapest blocks."""
+    layers, cheap = len(costs), [0.0, *accumulate(sorted(costs))]
+    others = max(ranks - 1, 1)
+    whole = (
+        max(head + cheap[own], cheap[-(-(layers - own) // others)])
+        for own in range(2, layers - 2 * (ranks - 1) + 1)
+    )
+    return max((cheap[-1] + head) / ranks, min(whole))
+
+
+def _pairs(
+    costs: tuple[float, ...],
+    head: float,
+    ranks: int,
+    turned: bool,
+    border: int,
+    limit: float,
+    below: float,
+) -> tuple[float, list[tuple[int, int]]] | None:
+    """Return (cost of the dearest stage, blocks of both stages of each rank), or None.
+
+    Each rank in turn takes the next blocks before `border` and the next ones behind it, from the
+    other end where `turned`. No rank costs more than `limit`, every stage less than `below`.
+    """
+    behind = costs[border:][::-1] if turned else costs[border:]
+    one, two = ([0.0, *accumulate(row)] for row in (costs[:border], behind))
+    total, has_head = one[-1] + two[-1] + head, 0 if turned else ranks - 1
+    reached: dict[tuple[int, int], tuple[float, list]] = {(0, 0): (0.0, [])}
+    for rank in range(ranks):
+        after, extra = ranks - rank - 1, head * (rank == has_head)
+        # What is left after this rank must fit into the others.
+        need = total - limit * after - head * (rank >= has_head)
+        ways: dict[tuple[int, int], tuple[float, list]] = {}
+        for (i, j), (dearest, pairs) in reached.items():
+            for a in range(i + 1, border - after + 1) if after else (border,):
+                x = one[a] - one[i]
+                if x >= below:
+                    break
+                last = len(behind) - after
+                first = max(j + 1, bisect_left(two, need - one[a])) if after else last
+                for b in range(first, last + 1):
+                    y = two[b] - two[j] + extra
+                    if y >= below or x + y > limit:
+                        break
+                    worst = max(dearest, x, y)
+                    if (a, b) not in ways or worst < ways[a, b][0]:
+                        ways[a, b] = worst, [*pairs, (a - i, b - j)]
+        reached = ways
+    return reached.get((border, len(behind)))
 
 
 def live_micro_batches(schedule: str, pp: int, index: int, micro_batches: int) -> list[int]:
