@@ -295,7 +295,7 @@ class RunConfig:
     stop_grace: Positive = 25.0
     """Seconds from a stop signal to the end of the process; a longer stop is told."""
     comm_timeout: Positive = 600.0
-    """Seconds a collective may wait before the run ends."""
+    """Seconds after which a rank that waits for a silent peer has told it and ended."""
     max_nonfinite: Natural = 3
     """Steps in a row with a non-finite loss or gradient that abort the run; 0 never aborts."""
     sample_tokens: Natural = 200
