@@ -10,9 +10,10 @@ import runpy
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-from skills.targets import processes
+from skills.targets import fabric_loops, processes
 from skills.targets.processes import ROOT
 
 FOLDER = ROOT / "skills" / "fabric-setup"
@@ -181,16 +182,17 @@ def test_exactly_the_marked_lines_of_the_recipe_changed():
 def test_the_commands_of_the_recipe_print_the_same_losses(tmp_path):
     (tmp_path / "after.py").write_text(AFTER)
     (tmp_path / "before.py").write_text(BEFORE)
-    (shell,) = re.findall(r"^```bash\n(.*?)^```", RECIPE.read_text(), re.DOTALL | re.MULTILINE)
+    (shell,) = re.findall(r"^```text\n(.*?)^```", RECIPE.read_text(), re.DOTALL | re.MULTILINE)
     said = []
     for number, line in enumerate(["python before.py", *shell.splitlines()]):
         words = line.split()
         port = [f"--main-port={29500 + os.getpid() % 1000 + number}"] if number > 1 else []
-        program = [sys.executable] if words[0] == "python" else [sys.executable, "-m"]
-        program += [] if words[0] == "python" else ["lightning_fabric.cli", "run", *port]
+        program = [sys.executable]
+        if words[0] == "fabric":
+            program = [str(Path(sys.executable).parent / "fabric"), "run", *port]
         done = subprocess.run(
             [*program, *words[1 if words[0] == "python" else 2 :]],
-            cwd=tmp_path, env=processes.environment(), capture_output=True, text=True, timeout=200,
+            cwd=tmp_path, env=processes.environment(), capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)])
@@ -210,204 +212,16 @@ def check(*paths, cwd):
     return report
 
 
-CLASS = """
-import os
-import torch
-from lightning_fabric import Fabric
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.layer(self.drop(x))
-
-    def penalty(self):
-        return sum(p.square().sum() for p in self.parameters())
-
-    def features(self, x):
-        return self.layer(x)
-
-
-class Trainer:
-    def __init__(self, lr):
-        self.fabric = Fabric()
-        if "LT_CLI_USED" not in os.environ:
-            self.fabric.launch()
-        self.fabric.seed_everything(1)
-        self.model = self.fabric.setup_module(Net())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.optimizer = self.fabric.setup_optimizers(self.optimizer)
-        torch.manual_seed(2 + self.fabric.global_rank)
-        data = TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.long))
-        self.loader = self.fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
-
-    def fit(self, epochs):
-        self.model.train()
-        for epoch in range(epochs):
-            for number, (x, y) in enumerate(self.loader):
-                loss = self.step(x, y)
-                if number % 10 == 0:
-                    self.fabric.print(epoch, loss.item())
-            self.validate()
-            self.fabric.save("model.ckpt", {"model": self.model, "epoch": epoch})
-
-    def step(self, x, y):
-        loss = nn.functional.cross_entropy(self.model(x), y) + 0.1 * self.model.penalty()
-        self.fabric.backward(loss)
-        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    @torch.no_grad()
-    def validate(self):
-        self.model.eval()
-        correct, seen = torch.zeros((), device=self.fabric.device), 0
-        for x, y in self.loader:
-            correct += (self.model(x).argmax(-1) == y).sum()
-            seen += len(y)
-        correct = self.fabric.all_reduce(correct, reduce_op="sum")
-        seen = self.fabric.all_reduce(torch.tensor(seen), reduce_op="sum")
-        if self.fabric.is_global_zero:
-            print("accuracy", float(correct / seen))
-        self.model.train()
-
-
-if __name__ == "__main__":
-    Trainer(1e-3).fit(2)
-"""
-
-FUNCTIONAL = """
-import argparse
-import os
-import torch
-import lightning as L
-import torch.nn.functional as F
-from torch.utils.data import DataLoader
-from my_data import make_dataset
-from my_models import build
-
-
-def make_loaders(batch_size):
-    train = DataLoader(make_dataset("train"), batch_size=batch_size, shuffle=True)
-    return train, DataLoader(make_dataset("test"), batch_size=batch_size)
-
-
-def compute_loss(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
-def train_epoch(fabric, model, loader, optimizer, scheduler, every):
-    model.train()
-    optimizer.zero_grad(set_to_none=True)
-    for i, batch in enumerate(loader):
-        is_accumulating = (i + 1) % every != 0
-        with fabric.no_backward_sync(model, enabled=is_accumulating):
-            loss = compute_loss(model, batch)
-            fabric.backward(loss / every)
-        if not is_accumulating:
-            fabric.clip_gradients(model, optimizer, clip_val=0.5)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def test(fabric, model, loader):
-    model.eval()
-    total_loss = torch.zeros((), device=fabric.device)
-    total = torch.zeros((), device=fabric.device)
-    for x, y in loader:
-        total_loss += F.cross_entropy(model(x), y, reduction="sum")
-        total += y.numel()
-    total_loss = fabric.all_reduce(total_loss, reduce_op="sum")
-    return total_loss / fabric.all_reduce(total, reduce_op="sum")
-
-
-def save_weights(fabric, model):
-    torch.save(model.state_dict(), "weights.pt")
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=8)
-    args = parser.parse_args()
-    print("arguments", args)
-    fabric = L.Fabric(precision="bf16-mixed")
-    if "LT_CLI_USED" not in os.environ:
-        fabric.launch()
-    L.seed_everything(7)
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    model, optimizer = fabric.setup(model, optimizer)
-    train_loader, test_loader = make_loaders(args.batch_size)
-    train_loader, test_loader = fabric.setup_dataloaders(train_loader, test_loader)
-    for epoch in range(3):
-        train_epoch(fabric, model, train_loader, optimizer, scheduler, 4)
-        loss = test(fabric, model, test_loader)
-        fabric.print(f"epoch {epoch} loss {loss:.3f}")
-    if fabric.global_rank == 0:
-        save_weights(fabric, model)
-
-
-if __name__ == "__main__":
-    main()
-"""
-
-GAN = """
-import os
-import torch
-from lightning.fabric import Fabric
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
-from my_data import Faces
-
-
-def main():
-    fabric = Fabric()
-    if "LT_CLI_USED" not in os.environ:
-        fabric.launch()
-    fabric.seed_everything(3)
-    critic, generator = nn.Linear(8, 1), nn.Linear(4, 8)
-    opt_c = torch.optim.Adam(critic.parameters())
-    opt_g = torch.optim.Adam(generator.parameters())
-    critic, opt_c = fabric.setup(critic, opt_c)
-    generator, opt_g = fabric.setup(generator, opt_g)
-    torch.manual_seed(4 + fabric.global_rank)
-    faces = Faces()
-    sampler = DistributedSampler(faces, fabric.world_size, fabric.global_rank)
-    loader = DataLoader(faces, batch_size=16, sampler=sampler)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for i, real in enumerate(loader):
-            real = real.to(fabric.device)
-            fake = generator(torch.randn(16, 4, device=real.device))
-            opt_c.zero_grad()
-            fabric.backward(critic(fake.detach()).mean() - critic(real).mean())
-            opt_c.step()
-            if i % 5 == 0:
-                opt_g.zero_grad()
-                fabric.backward(-critic(generator(torch.randn(16, 4, device=fabric.device))).mean())
-                opt_g.step()
-            with torch.autocast("cpu", enabled=False):
-                score = fabric.all_reduce(fake.mean())
-    if not fabric.is_global_zero:
-        return
-    torch.save(generator.state_dict(), "generator.pt")
-
-
-main()
-"""
-
-CLEAN = {"recipe": AFTER, "class": CLASS, "functional": FUNCTIONAL, "gan": GAN}
+CLEAN = {
+    "recipe": AFTER,
+    "class": fabric_loops.CLASS,
+    "functional": fabric_loops.FUNCTIONAL,
+    "gan": fabric_loops.GAN,
+    "mnist": fabric_loops.MNIST,
+    "pretrain": fabric_loops.PRETRAIN,
+    "finetune": fabric_loops.FINETUNE,
+    "inherited": fabric_loops.INHERITED,
+}
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -486,7 +300,7 @@ FAULTS = [
             "test_loader)",
             "train_loader = fabric.setup_dataloaders(train_loader)",
         ),
-    ], "is not set up"),
+    ], "all read all of it"),
     ("fabric-sampler", "gan", [
         ("        sampler.set_epoch(epoch)\n", ""),
     ], "set_epoch"),
@@ -659,6 +473,229 @@ FAULTS = [
             "return fabric.all_reduce(total_loss / total)",
         ),
     ], "mean of means"),
+    ("fabric-backward", "mnist", [
+        (
+            "fabric.backward(loss)",
+            "loss.backward()",
+        ),
+    ], ""),
+    ("fabric-optimizer-setup", "mnist", [
+        (
+            "model, optimizer = fabric.setup(model, optimizer)",
+            "model = fabric.setup_module(model)",
+        ),
+    ], ""),
+    ("fabric-dataloaders", "mnist", [
+        (
+            "    train_loader, test_loader = "
+            "fabric.setup_dataloaders(train_loader, test_loader)\n",
+            "",
+        ),
+    ], ""),
+    ("fabric-model-setup", "mnist", [
+        (
+            "model, optimizer = fabric.setup(model, optimizer)",
+            "fmodel, optimizer = fabric.setup(model, optimizer)",
+        ),
+    ], ""),
+    ("fabric-zero-grad", "mnist", [
+        (
+            "            optimizer.zero_grad()\n",
+            "",
+        ),
+    ], ""),
+    ("fabric-rank-zero", "mnist", [
+        (
+            "fabric.save(",
+            "torch.save(",
+        ),
+    ], ""),
+    ("fabric-metrics", "mnist", [
+        (
+            'test_loss = fabric.all_reduce(torch.tensor(test_loss), reduce_op="sum")\n'
+            "        test_loss = test_loss / len(test_loader.dataset)",
+            "test_loss = fabric.all_reduce(test_loss / len(test_loader))",
+        ),
+    ], ""),
+    ("fabric-seed", "mnist", [
+        (
+            "seed_everything(hparams.seed)",
+            "pass",
+        ),
+    ], ""),
+    ("fabric-device-moves", "mnist", [
+        (
+            "output = model(data)\n"
+            "            loss",
+            "output = model(data.to('cuda'))\n"
+            "            loss",
+        ),
+    ], ""),
+    ("fabric-cli-conflict", "mnist", [
+        (
+            "Fabric()",
+            "Fabric(accelerator='cuda', devices=4, strategy='ddp')",
+        ),
+    ], ""),
+    ("fabric-accumulation", "pretrain", [
+        (
+            "with fabric.no_backward_sync(model, enabled=is_accumulating):",
+            "if 1:",
+        ),
+    ], ""),
+    ("fabric-clip", "pretrain", [
+        (
+            "fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        ),
+    ], ""),
+    ("fabric-collectives", "pretrain", [
+        (
+            "            fabric.barrier()\n"
+            "            fabric.save",
+            "            if fabric.global_rank == 0:\n"
+            "              fabric.save",
+        ),
+    ], ""),
+    ("fabric-grad-scaling", "pretrain", [
+        (
+            "loss / accumulate)",
+            "loss / (accumulate * fabric.world_size))",
+        ),
+    ], ""),
+    ("fabric-device-moves fabric-model-setup", "pretrain", [
+        (
+            "model = fabric.setup(model)",
+            "model = model.cuda()",
+        ),
+    ], ""),
+    ("fabric-zero-grad", "pretrain", [
+        (
+            "            optimizer.zero_grad()\n",
+            "",
+        ),
+    ], ""),
+    ("fabric-rank-zero", "pretrain", [
+        (
+            "fabric.print(",
+            "print(",
+        ),
+    ], ""),
+    ("fabric-autocast", "pretrain", [
+        (
+            "logits = model(inputs)",
+            "with torch.autocast('cuda', dtype=torch.bfloat16): logits = "
+            "model(inputs)",
+        ),
+    ], ""),
+    ("fabric-seed", "pretrain", [
+        (
+            "    fabric.seed_everything(args.seed)\n",
+            "    fabric.seed_everything(args.seed + fabric.global_rank)\n",
+        ),
+    ], ""),
+    ("fabric-optimizer-setup", "finetune", [
+        (
+            "    model, optimizer = fabric.setup(model, optimizer)\n",
+            "    model = fabric.setup(model)\n",
+        ),
+    ], ""),
+    ("fabric-model-setup fabric-optimizer-setup", "finetune", [
+        (
+            "    model, optimizer = fabric.setup(model, optimizer)\n",
+            "",
+        ),
+    ], ""),
+    ("fabric-dataloaders", "finetune", [
+        ("    dl = fabric.setup_dataloaders(dl)\n", ""),
+    ], ""),
+    ("fabric-metrics", "finetune", [
+        (
+            'token_count, reduce_op="sum"',
+            "token_count",
+        ),
+    ], ""),
+    ("fabric-forward-methods", "finetune", [
+        (
+            "out = model(**batch",
+            "out = model.module(**batch",
+        ),
+    ], ""),
+    ("fabric-grad-scaling", "finetune", [
+        (
+            "            loss = out.loss\n",
+            "            loss = out.loss\n"
+            "            scaler = torch.cuda.amp.GradScaler()\n",
+        ),
+    ], ""),
+    ("fabric-collectives", "finetune", [
+        (
+            "                tokens = fabric",
+            "                if fabric.is_global_zero: tokens = fabric",
+        ),
+    ], ""),
+    ("fabric-launch", "finetune", [
+        (
+            "fabric.launch()",
+            "pass",
+        ),
+    ], ""),
+    ("fabric-launch", "finetune", [
+        (
+            '    if os.environ.get("LT_CLI_USED") is None:\n'
+            "        fabric.launch()",
+            "    fabric.launch()",
+        ),
+    ], ""),
+    ("fabric-forward-methods", "inherited", [
+        (
+            '        self.model.mark_forward_method("predict")\n',
+            "",
+        ),
+    ], ""),
+    ("fabric-backward", "inherited", [
+        (
+            "                self.fabric.backward(loss)",
+            "                loss.backward()",
+        ),
+    ], ""),
+    ("fabric-zero-grad", "inherited", [
+        (
+            "                self.optimizer.zero_grad()\n",
+            "",
+        ),
+    ], ""),
+    ("fabric-rank-zero", "inherited", [
+        (
+            "self.fabric.save(",
+            "torch.save(",
+        ),
+    ], ""),
+    ("fabric-model-setup fabric-optimizer-setup", "inherited", [
+        (
+            "return self.fabric.setup(model, opt)",
+            "return model, opt",
+        ),
+    ], ""),
+    ("fabric-dataloaders", "inherited", [
+        (
+            "self.fabric.setup_dataloaders(DataLoader(tr, 8, shuffle=True), "
+            "DataLoader(va, 8))",
+            "DataLoader(tr, 8, shuffle=True), DataLoader(va, 8)",
+        ),
+    ], ""),
+    ("fabric-metrics", "inherited", [
+        (
+            "return (se / n).item()",
+            "return self.fabric.all_reduce(torch.tensor(se / n)).item()",
+        ),
+    ], ""),
+    ("fabric-seed", "inherited", [
+        (
+            "nn.ReLU()",
+            "nn.Dropout(0.1)",
+        ),
+    ], ""),
 ]  # fmt: skip
 
 
@@ -723,7 +760,7 @@ def test_what_cannot_be_followed_is_not_judged(judged):
 
 
 def test_several_files_are_one_program(tmp_path):
-    head, tail = FUNCTIONAL.split("def main():")
+    head, tail = fabric_loops.FUNCTIONAL.split("def main():")
     (tmp_path / "loop.py").write_text(head)
     (tmp_path / "main.py").write_text(
         "import os, argparse, torch\nimport lightning as L\n"
@@ -744,13 +781,36 @@ def test_the_script_before_is_told_line_by_line(judged):
     failed = {c["id"] for c in report.checks if c["verdict"] == "fail"}
     assert failed == {
         "fabric-model-setup", "fabric-optimizer-setup", "fabric-backward", "fabric-accumulation",
-        "fabric-clip", "fabric-device-moves", "fabric-rank-zero",
+        "fabric-clip", "fabric-device-moves", "fabric-rank-zero", "fabric-dataloaders",
     }  # fmt: skip
     lines = BEFORE.splitlines()
     for found in report.checks:
         if found["id"] == "fabric-backward":
             assert lines[found["fix"]["line"] - 1].strip() == "loss.backward()"
             assert found["fix"]["text"] == "fabric.backward(loss)"
+
+
+def test_a_loop_by_hand_is_told_what_to_remove(judged):
+    report = judged(fabric_loops.BY_HAND)
+    said = {(c["id"], c["message"]) for c in report.checks if c["verdict"] == "fail"}
+    assert ("fabric-model-setup", "DDP by hand wraps what setup wraps") in said
+    assert ("fabric-launch", "opens the process group by hand") in said
+    assert (
+        "fabric-dataloaders",
+        "this DataLoader is not set up: nothing moves its batches",
+    ) in said
+    (backward,) = [c for c in report.checks if c["id"] == "fabric-backward"]
+    assert backward["fix"]["text"] == "fabric.backward(loss)"
+    ids = {id for id, _ in said}
+    assert {"fabric-clip", "fabric-grad-scaling", "fabric-device-moves", "fabric-autocast"} <= ids
+    assert "fabric-rank-zero" not in ids and "fabric-zero-grad" not in ids
+
+
+def test_a_ratio_of_two_means_and_a_reduced_loss_are_right(judged):
+    text = planted("inherited", [(', reduce_op="sum"', "")])
+    assert judged(text).verdict == "pass"
+    text = planted("mnist", [("loss.item())", "fabric.all_reduce(loss.detach()))")])
+    assert judged(text).verdict == "pass"
 
 
 @pytest.mark.parametrize(

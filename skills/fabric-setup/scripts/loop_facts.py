@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loop_source import Program, Tag, has_word, last_name
+from loop_source import Program, Tag
+from loop_syntax import has_word, last_name
 
 TRAINERS = ("pytorch_lightning", "lightning.pytorch", "lightning", "transformers")
 BACKWARD = ("backward", "manual_backward")

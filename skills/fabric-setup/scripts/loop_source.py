@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from loop_syntax import last_name, makes_module, pairs
+
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SETUPS = ("setup", "setup_module", "setup_optimizers", "setup_dataloaders")
@@ -112,6 +114,11 @@ class Program:
         wanted = owner.name if name == "__init__" and isinstance(owner, ast.ClassDef) else name
         return [call for call in self.calls if last_name(call.func) == wanted]
 
+    def reached_at(self, function: ast.AST) -> list[ast.AST]:
+        """Return the calls of a function; for a closure that is handed on, its place."""
+        inner = isinstance(function, FUNCTIONS) and not isinstance(self.scope(function), ast.Module)
+        return list(self.called_at(function)) or ([function] if inner else [])
+
     def loops(self, node: ast.AST, depth: int = 6) -> list[ast.AST]:
         """Return the loops around a node, the outermost first, also those around its one caller."""
         inside = [
@@ -119,7 +126,7 @@ class Program:
             for up in self._up_to_scope(node)
             if isinstance(up, ast.For | ast.AsyncFor | ast.While)
         ]
-        calls = self.called_at(self.scope(node)) if depth else []
+        calls = self.reached_at(self.scope(node)) if depth else []
         outer = self.loops(calls[0], depth - 1) if len(calls) == 1 else []
         return outer + inside[::-1]
 
@@ -134,7 +141,7 @@ class Program:
             child = up
         scope = self.scope(node)
         found += self._early_exits(scope, child)
-        calls = self.called_at(scope) if depth else []
+        calls = self.reached_at(scope) if depth else []
         if calls:
             of_all = [self.conditions(call, depth - 1) for call in calls]
             if all(of_all):
@@ -181,7 +188,7 @@ class Program:
         if isinstance(expr, ast.Attribute):
             owner = self.owner(expr)
             if isinstance(expr.value, ast.Name) and expr.value.id == "self" and owner:
-                return owner, expr.attr
+                return self._root(owner), expr.attr
             base = self.slot(expr.value)
             return base and (base[0], f"{base[1]}.{expr.attr}")
         if isinstance(expr, ast.Subscript) and isinstance(expr.slice, ast.Constant):
@@ -189,12 +196,21 @@ class Program:
             return base and (base[0], f"{base[1]}[{expr.slice.value!r}]")
         return None
 
+    def _root(self, node: ast.ClassDef, depth: int = 5) -> ast.ClassDef:
+        """Return the class of these files that a class descends from: they share attributes."""
+        bases = [
+            self.classes[name] for base in node.bases if (name := last_name(base)) in self.classes
+        ]
+        return self._root(bases[0], depth - 1) if bases and depth else node
+
     def _assignments(self) -> None:
         for node in self.nodes:
             for target, value in pairs(node):
-                slot = self.slot(target)
-                if slot is not None:
-                    self.assigned.setdefault(slot, []).append(value)
+                several = isinstance(node, ast.Assign) and isinstance(target, ast.Tuple)
+                for element in target.elts if several else [target]:
+                    slot = self.slot(element)
+                    if slot is not None:
+                        self.assigned.setdefault(slot, []).append(value)
 
     def meanings(self, expr: ast.AST, depth: int = 3) -> Iterator[ast.AST]:
         """Yield an expression and what the names in it were assigned, a few steps back."""
@@ -282,14 +298,14 @@ class Program:
             "DataLoader": "loader", "DistributedSampler": "sampler", "GradScaler": "scaler",
             "device": "device",
         }.get(name)  # fmt: skip
-        if made == "device" and (
-            not call.args
-            or not any(has_word(call.args[0], word) for word in ("cuda", "mps", "local_rank"))
-        ):
+        text = ast.unparse(call)
+        if made == "device" and not any(w in text for w in ("cuda", "mps", "local_rank", "LOCAL_")):
             made = None
+        if "LOCAL_RANK" in text and name == "int":
+            made = "device"
         if made:
             return frozenset({Tag(made, call)})
-        if self.is_module_class(self.classes.get(name)) or _makes_module(call):
+        if self.is_module_class(self.classes.get(name)) or makes_module(call):
             return frozenset({Tag("model", call)})
         if name in THROUGH and not (receiver is None and name in self.functions):
             through = [*call.args, *([receiver] if receiver is not None else [])]
@@ -402,43 +418,3 @@ class Program:
                 self.slots[slot] = frozenset({Tag(kind, made[0])})
                 found = True
         return found
-
-
-def last_name(expr: ast.AST) -> str:
-    """Return the last part of a dotted name, or an empty word."""
-    if isinstance(expr, ast.Attribute):
-        return expr.attr
-    return expr.id if isinstance(expr, ast.Name) else ""
-
-
-def has_word(expr: ast.AST, *words: str) -> bool:
-    """Tell whether a word stands in an expression's text."""
-    text = ast.unparse(expr)
-    return any(word in text for word in words)
-
-
-def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield each target of a binding with its value; a loop's target with what is iterated."""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-            if both and len(target.elts) == len(node.value.elts):
-                yield from zip(target.elts, node.value.elts, strict=True)
-            else:
-                yield target, node.value
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
-        yield node.target, node.value
-    elif isinstance(node, ast.withitem) and node.optional_vars:
-        yield node.optional_vars, node.context_expr
-    elif isinstance(node, ast.For | ast.AsyncFor):
-        yield node.target, node.iter
-
-
-def _makes_module(call: ast.Call) -> bool:
-    """Tell whether a call builds a module of a library: nn.Linear, models.resnet18."""
-    text = ast.unparse(call.func)
-    if text.startswith(("nn.", "torch.nn.")) and last_name(call.func)[:1].isupper():
-        return "functional" not in text and not text.endswith(("Loss", "Parameter"))
-    if last_name(call.func) in ("from_pretrained", "from_config"):
-        return "Tokenizer" not in text and "Config" not in text and "Processor" not in text
-    return text.startswith(("models.", "torchvision.models.", "timm.create_model"))

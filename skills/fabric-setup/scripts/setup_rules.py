@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from loop_facts import Finding, Loop, before, calls_in
-from loop_source import Tag, has_word, last_name
+from loop_source import Tag
+from loop_syntax import has_word, last_name
 
-WRAPPERS = ("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "DataParallel")
+WRAPPERS = ("DistributedDataParallel", "DDP", "DataParallel")
 LAUNCHED = ("LT_CLI_USED", "_is_using_cli", "is_launched", "launched_by_cli", "using_cli")
 GUARD = 'if "LT_CLI_USED" not in os.environ: fabric.launch()'
 
@@ -17,6 +18,12 @@ def model_setup(loop: Loop) -> Iterator[Finding]:
     """Every trained model goes through setup, and the loop calls what came out of it."""
     program = loop.program
     id = "fabric-model-setup"
+    for call in calls_in(program, *WRAPPERS):
+        if any(tag.site in loop.trained for arg in call.args for tag in program.tags(arg)):
+            yield Finding(
+                id, call, f"{last_name(call.func)} by hand wraps what setup wraps",
+                "remove it; set up the plain model",
+            )  # fmt: skip
     if not loop.any_fabric:
         yield Finding(
             id, loop.backward[0], "no Fabric in the code", "fabric = Fabric(); then references/"
@@ -30,15 +37,10 @@ def model_setup(loop: Loop) -> Iterator[Finding]:
             yield Finding(id, call, "what setup returns is thrown away", "model = " + _text(call))
     for site, holder in loop.trained.items():
         if site not in wrapped and not unknown:
-            name = ast.unparse(holder)
-            if _raw_wrap(loop, site):
-                name += " (wrapped by hand; give Fabric the plain model)"
             yield Finding(
-                id,
-                site,
-                f"{name} is trained but never set up",
+                id, site, f"{ast.unparse(holder)} is trained but never set up",
                 "model = fabric.setup_module(model)",
-            )
+            )  # fmt: skip
     for call in program.calls:
         tags = {t for t in program.tags(call.func) if t.kind == "model" and t.site in loop.trained}
         inside = program.is_module_class(program.owner(call))
@@ -52,15 +54,6 @@ def model_setup(loop: Loop) -> Iterator[Finding]:
                 id, call, f"calls {ast.unparse(call.func)} as it was before setup",
                 "call what fabric.setup or setup_module returned",
             )  # fmt: skip
-
-
-def _raw_wrap(loop: Loop, site: ast.AST) -> bool:
-    return any(
-        tag.site is site
-        for call in calls_in(loop.program, *WRAPPERS)
-        for arg in call.args
-        for tag in loop.program.tags(arg)
-    )
 
 
 def _text(call: ast.Call) -> str:
@@ -126,8 +119,6 @@ def _expr(node: ast.AST) -> ast.expr | None:
 def dataloaders(loop: Loop) -> Iterator[Finding]:
     """Every loader that is read went through setup_dataloaders, or shards and moves by itself."""
     program, id = loop.program, "fabric-dataloaders"
-    if not loop.any_fabric:
-        return
     held = [tag for tags in program.slots.values() for tag in tags]
     ready = {tag.site for tag in held if tag.kind == "loader" and tag.ready}
     setups = program.fabric_calls("setup_dataloaders")
@@ -146,8 +137,9 @@ def dataloaders(loop: Loop) -> Iterator[Finding]:
         if Tag("loader", call) not in program.tags(call) or call in ready:
             continue
         if not (moves and _shards(loop, call)):
+            what = "nothing moves its batches" if _shards(loop, call) else "all read all of it"
             yield Finding(
-                id, call, "this DataLoader is not set up: every process reads all of it",
+                id, call, f"this DataLoader is not set up: {what}",
                 "loader = fabric.setup_dataloaders(loader)",
             )  # fmt: skip
 
@@ -249,6 +241,8 @@ def launch(loop: Loop) -> Iterator[Finding]:
     """launch is called, before setup, and not when `fabric run` has started the processes."""
     program, id = loop.program, "fabric-launch"
     calls = program.fabric_calls("launch")
+    for call in calls_in(program, "init_process_group"):
+        yield Finding(id, call, "opens the process group by hand", "remove it; launch opens it")
     if loop.made and not calls:
         yield Finding(id, loop.made[0], "launch is missing: only fabric run starts ranks", GUARD)
     for call in calls:
