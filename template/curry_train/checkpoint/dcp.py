@@ -81,10 +81,9 @@ def save(
 
     tensors: the global state under canonical names, a Part for what the rank holds of one; a
     DTensor is the Part of its shard, a plain tensor a Part that is the whole. Every distinct box
-    is written once, by one of the ranks that hold it; they must hold the same bits. The boxes of
-    all ranks must make the tensor, each element once. Ranks may hold different names (pipeline
-    stages) and boxes without elements. Tensors named `.experts.` must have num_experts of
-    meta["model"] as shape[0].
+    is written once, by one of the ranks that hold it with the same bits; all boxes together must
+    hold each element once. Ranks may hold different names (pipeline stages) and empty boxes.
+    Tensors named `.experts.` must have num_experts of meta["model"] as shape[0].
     rank_tensors: this rank's own, such as random states. meta: goes into the manifest.
     keep: newest complete checkpoints that stay, this one included; 0 keeps all.
 
@@ -96,10 +95,7 @@ def save(
     parts: dict[str, Part] = {}
 
     def claims() -> dict[str, Claim]:
-        problems = [f"meta or files: {problem}" for problem in manifest_problems(manifest)]
-        problems += _save_problems({**tensors, **rank_tensors}, meta)
-        if problems:
-            raise CheckpointError(problems)
+        _refuse_to_save(manifest, {**tensors, **rank_tensors})
         parts.update({name: as_part(tensor) for name, tensor in tensors.items()})
         return {name: claim(part, compare=mesh.world > 1) for name, part in parts.items()}
 
@@ -277,9 +273,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _save_problems(tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
-    problems = []
-    experts = (meta.get("model") or {}).get("num_experts")
+def _refuse_to_save(manifest: dict[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Raise CheckpointError with everything that this rank gives and no checkpoint can hold."""
+    problems = [f"meta or files: {problem}" for problem in manifest_problems(manifest)]
+    experts = (manifest.get("model") or {}).get("num_experts")
     for name, value in tensors.items():
         tensor = value.tensor if isinstance(value, Part) else value
         shape = list(value.shape) if isinstance(value, Tensor | Part) else []
@@ -299,7 +296,8 @@ def _save_problems(tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> list[
             )
         else:
             problems += _misplaced(name, as_part(value))
-    return problems
+    if problems:
+        raise CheckpointError(problems)
 
 
 def _misplaced(name: str, part: Part) -> list[str]:
