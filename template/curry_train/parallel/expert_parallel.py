@@ -63,7 +63,15 @@ def local_ids(expert_ids: Tensor, experts_per_rank: int, exchange: Exchange) -> 
     Experts of other ranks are -1. Group: ep, one all-to-all.
     """
     ids = swap_rows(expert_ids[exchange.tokens], exchange.send, exchange.receive, exchange.group)
-    ids = ids - dist.get_rank(exchange.group) * experts_per_rank
+    return number_own(ids, experts_per_rank, exchange.group)
+
+
+def number_own(expert_ids: Tensor, experts_per_rank: int, group: ProcessGroup) -> Tensor:
+    """Return global ids int64 [any shape] as numbers of this rank's experts, -1 for others.
+
+    Group: ep; nothing is sent.
+    """
+    ids = expert_ids - dist.get_rank(group) * experts_per_rank
     return ids.masked_fill((ids < 0) | (ids >= experts_per_rank), -1)
 
 

@@ -14,7 +14,7 @@ Controllable Memory".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from curry_train.layers.routing import Routing, moe_rows
 from curry_train.models.decoder import MoEBlock
 from curry_train.parallel.activation_checkpoint import kind_of, recompute_part
 from curry_train.parallel.data_parallel import fsdp_modules
-from curry_train.parallel.expert_parallel import Exchange, local_ids, pack, plan, unpack
+from curry_train.parallel.expert_parallel import Exchange, number_own, pack, plan, unpack
 from curry_train.parallel.pipeline_parallel import READ_BY_ALL, Pipeline
 
 Pass = Generator[None, None, Any]
@@ -74,7 +74,8 @@ class Part:
             for out, grad in zip(self.outputs, grads, strict=True)
             if isinstance(out, Tensor) and out.requires_grad and grad is not None
         ]
-        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
         found = [_grad(x) for x in self.inputs]
         self.inputs, self.outputs = [], ()
         return found
@@ -102,20 +103,24 @@ def _grad(x: Any) -> Tensor | None:
 class Message:
     """Rows on their way to and from the ranks of an expert group, `wait` for them.
 
-    Shapes: rows [sum(send), ...]; wait returns [sum(receive), ...]. The group's ranks must start
-    their messages in the same order.
+    Shapes: tensors [sum(send), ...]; wait returns as many [sum(receive), ...]. The group's ranks
+    must start their messages in the same order.
     """
 
-    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: Any) -> None:
-        self.rows = rows.contiguous()  # must live until the message has left
-        self.out = rows.new_empty(sum(receive), *rows.shape[1:])
-        self.work = dist.all_to_all_single(
-            self.out, self.rows, receive, send, group=group, async_op=True
-        )
+    def __init__(
+        self, tensors: Sequence[Tensor], send: list[int], receive: list[int], group: Any
+    ) -> None:
+        self.tensors = [x.contiguous() for x in tensors]  # must live until they have left
+        self.out = [x.new_empty(sum(receive), *x.shape[1:]) for x in tensors]
+        self.works = [
+            dist.all_to_all_single(out, x, receive, send, group=group, async_op=True)
+            for out, x in zip(self.out, self.tensors, strict=True)
+        ]
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         """Return what came."""
-        self.work.wait()
+        for work in self.works:
+            work.wait()
         return self.out
 
 
@@ -262,17 +267,17 @@ class OverlappedPipeline(Pipeline):
         residual, hidden, weights, own, routing = first.detached()
         self.count(chunk, block, routing)
         exchange = plan(routing.expert_ids, mlp.experts_per_rank, group)
-        ids = local_ids(routing.expert_ids, mlp.experts_per_rank, exchange)
-        ways = exchange.send, exchange.receive, group
-        messages = [self.start(pack(t, exchange), *ways) for t in (hidden, weights)]
+        sent = [pack(x, exchange) for x in (hidden, weights, routing.expert_ids)]
+        message = self.start(sent, exchange.send, exchange.receive, group)
         yield
-        rows, weights = (self.wait(message) for message in messages)
+        rows, weights, ids = self.wait(message)
+        ids = number_own(ids, mlp.experts_per_rank, group)
         local = replace(routing, expert_ids=ids, weights=weights)
         experts = self.part(kind, self.bank, block, rows, weights, local)
-        (out,) = experts.detached()
-        back = self.start(out, exchange.receive, exchange.send, group)
+        message = self.start(experts.detached(), exchange.receive, exchange.send, group)
         yield
-        last = self.part("none", self.aggregate, block, residual, self.wait(back), exchange)
+        (back,) = self.wait(message)
+        last = self.part("none", self.aggregate, block, residual, back, exchange)
         tape.blocks.append(BlockTape(first, experts, last, exchange))
         return last.detached()[0], own
 
@@ -289,9 +294,7 @@ class OverlappedPipeline(Pipeline):
         if tape.begin is not None:
             self.back(tape.begin, grad)
         else:
-            self.values["grad", stage, number] = (
-                (grad,) if auxiliary is None else (grad, auxiliary)
-            )
+            self.values["grad", stage, number] = (grad,) if auxiliary is None else (grad, auxiliary)
 
     def backward_block(self, block: BlockTape, grad: Tensor, auxiliary: Tensor | None) -> Pass:
         """Run the backward of one block; returns the gradient of its input."""
@@ -300,13 +303,12 @@ class OverlappedPipeline(Pipeline):
             return self.back(block.first, grad, auxiliary, None)[2]
         group = exchange.group
         _, residual, back, _ = self.back(block.last, grad)
-        message = self.start(back, exchange.send, exchange.receive, group)
+        message = self.start([back], exchange.send, exchange.receive, group)
         yield
-        _, rows, weights, _ = self.back(block.experts, self.wait(message))
-        ways = exchange.receive, exchange.send, group
-        messages = [self.start(t, *ways) for t in (rows, weights)]
+        _, rows, weights, _ = self.back(block.experts, *self.wait(message))
+        message = self.start([rows, weights], exchange.receive, exchange.send, group)
         yield
-        hidden, weights = (unpack(self.wait(message), exchange) for message in messages)
+        hidden, weights = (unpack(x, exchange) for x in self.wait(message))
         return self.back(block.first, residual, hidden, weights, auxiliary, None)[2]
 
     # What a benchmark replaces to keep a clock of its own
@@ -319,11 +321,13 @@ class OverlappedPipeline(Pipeline):
         """Run a piece backward."""
         return part.back(*grads)
 
-    def start(self, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Message:
+    def start(
+        self, tensors: Sequence[Tensor], send: list[int], receive: list[int], group: Any
+    ) -> Message:
         """Start a message between the ranks of the experts."""
-        return Message(rows, send, receive, group)
+        return Message(tensors, send, receive, group)
 
-    def wait(self, message: Message) -> Tensor:
+    def wait(self, message: Message) -> list[Tensor]:
         """Wait for a message."""
         return message.wait()
 
