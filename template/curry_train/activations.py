@@ -53,8 +53,9 @@ def block_bytes(
     total += (gathered - 1) * key_value_width(model) * compute / tp
     if dense:
         return total + 4 * model.intermediate_size * compute / tp
-    if not model.shared_expert_intermediate_size:
-        total -= model.hidden_size * compute * (1 - 1 / tp)  # experts take slices as they are
+    # Router and experts take slices as they are, the shared expert gathers them besides.
+    shared, row = model.shared_expert_intermediate_size > 0, model.hidden_size * compute
+    total += row / tp * (tp > 1) - row * (tp > 1 and not shared)
     experts = model.num_experts
     chosen = experts if model.routing == "expert_choice" else model.num_experts_per_tok
     # The bank: gate and up of every row, weights, and int32 tables of the order of rows.
@@ -65,7 +66,7 @@ def block_bytes(
     own += (experts * compute + chosen * 8) * model.expert_bias
     if ep > 1:
         # The rows that came, ids and weights of all experts with each.
-        own += ranks_visited(model, ep) * (model.hidden_size * compute + chosen * (8 + wide))
+        own += ranks_visited(model, ep) * (row + 8 + chosen * (8 + wide)) + 4 * ep
     return total + 4 * model.shared_expert_intermediate_size * compute / tp + own / tp
 
 

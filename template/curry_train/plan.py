@@ -30,8 +30,9 @@ def estimate(config: Config, world: int) -> dict[str, int | None]:
     after tp, ep and pp have split them; of them dp_shard*cp ranks divide the moments (parallel.zero
     1) or all three (2, 3), experts over dp_shard*cp*tp/ep.
     Close: activations of the micro-batches that are alive at once, with the copy of the weights in
-    the compute dtype; selective and what tp, cp and ep change in them is counted, not measured, and
-    experts are taken to be evenly used. None where no closed form knows the model.
+    the compute dtype; tests hold them against what ranks keep, within 3 percent, 10 under ep, whose
+    experts are taken to be evenly used. What recomputation keeps is counted, not measured. None
+    where no closed form knows the model.
     Buffers: the bucket of the all-reduce, or gathered parameters and gradients before they are
     divided, and messages under way. Not counted: temporaries of kernels and of backward, the
     allocator's losses, what the driver and the libraries take.

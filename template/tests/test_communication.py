@@ -26,10 +26,12 @@ from curry_train.communication import (
 from curry_train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from curry_train.data import open_corpus
 from curry_train.layout import Layout
+from curry_train.loss import token_sums
 from curry_train.parallel import collectives, dims, grads
 from curry_train.parallel.context_parallel import take
 from curry_train.parallel.data_parallel import hand_round
 from curry_train.parallel.mesh import build_mesh
+from curry_train.parallel.shards import values
 from curry_train.runtime import assemble
 from curry_train.step import accumulate
 from curry_train.testing import run_ranks
@@ -62,6 +64,7 @@ LAYOUTS = {
     "ep over tp, zero 3": (MOE, {"tp": 2, "ep": 2, "zero": 3}, 4),
     "cp": (DENSE, {"cp": 2}, 2),
     "cp, tp, ep": (LATENT, {"cp": 2, "tp": 2, "ep": 2}, 4),
+    "cp, zero 0": (DENSE, {"cp": 2, "cp_kind": "all_gather"}, 2),
     "all-gathered keys": (DENSE, {"cp": 2, "cp_kind": "all_gather", "zero": 2}, 2),
     "pp": (DENSE, {"pp": 2, "schedule": "gpipe"}, 2),
     "pp, interleaved": (MOE, {"pp": 2, "schedule": "interleaved1f1b", "tp": 2}, 4),
@@ -218,6 +221,40 @@ def test_messages_are_those_of_real_ranks(name, measured):
             ), ranks
         few = {ranks: size for ranks, size in sent.items() if ranks not in planned}
         assert sum(few.values()) <= 0.03 * sum(sent.values()), few
+
+
+def saved_on_rank(rank, world, name, folder):
+    """Bytes of every distinct storage that one micro-batch's backward keeps, without parameters."""
+    config, _ = config_of(name)
+    mesh = build_mesh(
+        config.parallel, device=torch.device("cpu"), local_rank=rank, comm_timeout=60.0
+    )
+    runtime = assemble(config, open_corpus(config.data, cache_dir=folder), mesh)
+    batch = take(runtime.batches.next_step()[0], mesh.group("cp"))
+    own = {values(p).untyped_storage().data_ptr() for p in runtime.model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = values(tensor).untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_sums(runtime.model, batch)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["zero 0", "tp", "tp, zero 1", "cp", "cp, zero 0", "ep", "cp, tp, ep"]
+)
+def test_activations_are_within_a_few_percent_of_what_ranks_keep(name, tmp_path):
+    config, world = config_of(name)
+    open_corpus(config.data, cache_dir=tmp_path)
+    planned = plan.estimate(config, world)["activations"]
+    for found in run_ranks(saved_on_rank, world, name, tmp_path):
+        # How many tokens come to a rank's experts is chance.
+        assert planned == pytest.approx(found, rel=0.1 if config.parallel.ep > 1 else 0.03)
 
 
 def layout_of(world=16, **parallel):
