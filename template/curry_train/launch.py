@@ -150,16 +150,16 @@ def join_processes(config: Config, *, spawn: bool) -> Mesh:
         arguments["accelerator"] = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.get("accelerator") in ("cuda", "mps"):
         pick_device(arguments["accelerator"])
-    limit = wait_limit(config.run.comm_timeout)
-    with bounded_join(max(config.run.comm_timeout, JOIN_SECONDS)):
+    with bounded_join(join_limit(config)):
         fabric = Fabric(**arguments)
         if "LT_CLI_USED" not in os.environ:
             fabric.launch()
-        bound_default_group(limit)
-        return _mesh_of(fabric, config, limit)
+        mesh = _mesh_of(fabric, config)
+        bound_groups(mesh, group_limit(config, mesh))
+        return mesh
 
 
-def _mesh_of(fabric: Any, config: Config, limit: float) -> Mesh:
+def _mesh_of(fabric: Any, config: Config) -> Mesh:
     from curry_train.parallel.mesh import build_mesh
     from curry_train.rules import problems
 
@@ -172,12 +172,11 @@ def _mesh_of(fabric: Any, config: Config, limit: float) -> Mesh:
     if found:
         raise ConfigError(found)
     check_backend(config, fabric.device)
-    # NCCL ends the process by itself at its timeout; the watch on it reports before, at `limit`.
     return build_mesh(
         config.parallel,
         device=fabric.device,
         local_rank=fabric.local_rank,
-        comm_timeout=limit if fabric.device.type == "cpu" else config.run.comm_timeout,
+        comm_timeout=join_limit(config),
     )
 
 
@@ -186,14 +185,26 @@ def wait_limit(comm_timeout: float) -> float:
     return comm_timeout - min(REPORT_SECONDS, comm_timeout / 5)
 
 
-def bound_default_group(limit: float) -> None:
-    """Give the process group that Fabric made, and its store, the timeout of all other groups."""
+def group_limit(config: Config, mesh: Mesh) -> float:
+    """Return the timeout of the groups. NCCL ends a process at it, so `watch` looks before."""
+    seconds = config.run.comm_timeout
+    return wait_limit(seconds) if mesh.device.type == "cpu" else seconds
+
+
+def join_limit(config: Config) -> float:
+    """Return how long ranks wait for each other until the run folder is there."""
+    return max(config.run.comm_timeout, JOIN_SECONDS)
+
+
+def bound_groups(mesh: Mesh, seconds: float) -> None:
+    """Set how long the groups of this run wait for a peer: the mesh's, Fabric's and its store."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     if dist.is_initialized():
-        timeout = timedelta(seconds=limit)
-        distributed_c10d._set_pg_timeout(timeout)
+        timeout = timedelta(seconds=seconds)
+        for group in {None, *mesh.groups.values()}:  # None is the group that Fabric made
+            distributed_c10d._set_pg_timeout(timeout, group)
         distributed_c10d._get_default_store().set_timeout(timeout)
 
 
@@ -297,7 +308,9 @@ def launch(
     signals = StopSignals()
     try:
         mesh = join_processes(config, spawn=True)
+        bound_groups(mesh, join_limit(config))  # rank 0 may look through many runs first
         run = Run.open(config, mesh, argv=argv, data_hash=corpus.hash)
+        bound_groups(mesh, group_limit(config, mesh))
     except ConfigError:
         close_group()
         raise
