@@ -78,6 +78,8 @@ def _shard(
 
     fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=reshard)
     module.set_gradient_divide_factor(1.0)
+    # Else a factor asks for a scaling reduction, which gloo has not.
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
