@@ -27,6 +27,7 @@ EXPERTS = (
     "model.router_aux_loss_coef=0.1",
     "model.router_z_loss_coef=0.01",
 )
+KINDS = {"moe": EXPERTS, "dense": ("model.num_experts=0",)}
 TRAINING = (
     "data.seq_len=16", "optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant",
     "optim.max_grad_norm=0.05", "run.comm_timeout=60",
@@ -67,7 +68,7 @@ class Cell(NamedTuple):
     @property
     def overrides(self) -> list[str]:
         """The settings of the run, as a command line has them."""
-        words = [*MODEL, *(EXPERTS if self.kind == "moe" else ()), *TRAINING]
+        words = [*MODEL, *KINDS[self.kind], *TRAINING]
         words += [f"data.global_batch_size={SAMPLES[self.world]}"]
         words += [f"parallel.{axis}={size}" for axis, size in self.layout]
         return words + [f"{KEYS[name]}={value}" for name, value in self.options]
@@ -91,6 +92,26 @@ DEFAULTS = {
     "overlap": "false",
     "compile": "false",
 }
+
+
+def overrides_of(words: str, kind: str = "moe") -> list[str]:
+    """Return the settings of a case of four blocks, `tp=2 zero=3 model.num_experts=4`, say.
+
+    Axes and options go by their short names; eight samples a step, or one for each rank.
+    """
+    out = [*MODEL, *KINDS[kind], *TRAINING]
+    samples = max(8, 2 * world_of(words) if "dp_shard=8" in words else 0)
+    out += ["model.num_hidden_layers=4", f"data.global_batch_size={samples}"]
+    for word in words.split():
+        key, _, value = word.partition("=")
+        out.append(f"{KEYS.get(key, f'parallel.{key}' if key in (*AXES, 'ep') else key)}={value}")
+    return out
+
+
+def world_of(words: str) -> int:
+    """Return the ranks that the axes of a case make."""
+    sizes = [word.partition("=") for word in words.split()]
+    return product_of(tuple(int(size) for axis, _, size in sizes if axis in AXES))
 
 
 def label(name: str, value: str) -> str:
@@ -231,6 +252,7 @@ def small_worlds() -> list[Cell]:
     return deal(cells, seed=2)
 
 
+@cache
 def cover_of_eight() -> list[Cell]:
     """Return cells of 8 ranks in which every two values that can meet do meet."""
     return pairwise_cover(layouts(8, "moe") + layouts(8, "dense"), seed=1)

@@ -17,13 +17,101 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from curry_train.equality import Proof
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs" / "equality.md"
+
+
+class Refusal(NamedTuple):
+    """A layout that is refused. words, more: of the case; says: part of the message; accepted: a
+    setting of which any makes it run."""
+
+    name: str
+    world: int
+    words: str
+    says: str
+    reason: str
+    accepted: tuple[str, ...]
+    more: tuple[str, ...] = ()
+
+
+SPLIT = "`interleaved_zb`, `zbv` and `dualpipev` compute weight gradients after a block's"
+REFUSALS = (
+    Refusal(
+        "split-backward-reshard", 4, "pp=2 dp_shard=2 zero=3 schedule=zbv reshard=true",
+        "weight gradients after a block's parameters would be gone",
+        f"{SPLIT} activations' ones; parameters dropped in between give wrong gradients",
+        ("parallel.reshard=auto", "parallel.schedule=1f1b"),
+    ),
+    Refusal(
+        "split-backward-compile", 4, "pp=2 dp_shard=2 schedule=interleaved_zb compile=true",
+        "a compiled block is one node to autograd",
+        "a compiled block is one node to autograd, whose backward cannot be split",
+        ("compile=false", "parallel.schedule=1f1b"),
+    ),
+    Refusal(
+        "dualpipev-micro-batches", 2, "pp=2 schedule=dualpipev",
+        "at least 2 * parallel.pp = 4 micro-batches, and a step has 2",
+        "the two directions of `dualpipev` need 2*pp micro-batches to meet",
+        ("data.micro_batch_size=2", "parallel.schedule=1f1b"), ("data.micro_batch_size=4",),
+    ),
+    Refusal(
+        "tp-divides-heads", 2, "tp=2 model.num_key_value_heads=1",
+        "does not divide model.num_key_value_heads=1", "whole heads go to a rank",
+        ("model.num_key_value_heads=2",),
+    ),
+    Refusal(
+        "ep-divides-experts", 3, "dp_shard=3 ep=3 data.global_batch_size=12",
+        "does not divide model.num_experts=8", "whole experts go to a rank, as many to each",
+        ("parallel.ep=1", "model.num_experts=6"),
+    ),
+    Refusal(
+        "ep-divides-its-ranks", 4, "pp=2 dp_shard=2 ep=4",
+        "does not divide parallel.dp_shard * parallel.cp * parallel.tp = 2",
+        "the ranks of ep are those of dp_shard, cp and tp", ("parallel.ep=2",),
+    ),
+    Refusal(
+        "sequence-divides", 4, "cp=2 tp=2 data.seq_len=14",
+        "set data.seq_len to a multiple of 8",
+        "every rank has two equal chunks of a sequence, and tp ranks equal slices of them",
+        ("data.seq_len=16",),
+    ),
+    Refusal(
+        "batch-divides", 2, "dp_shard=2", "set data.global_batch_size to 6 or 8",
+        "ranks take as many samples each", ("data.global_batch_size=8",),
+        ("data.global_batch_size=7",),
+    ),
+    Refusal(
+        "layers-fill-stages", 4, "pp=4 schedule=zbv", "makes 8 stages",
+        "a stage has at least one block", ("model.num_hidden_layers=8", "parallel.schedule=1f1b"),
+    ),
+    Refusal(
+        "tied-ends-apart", 2, "pp=2 model.tie_word_embeddings=true schedule=1f1b",
+        "embedding and head are on different ranks",
+        "one matrix would be on two ranks; a V schedule has both ends on one",
+        ("parallel.schedule=zbv", "parallel.schedule=dualpipev", "model.tie_word_embeddings=false"),
+    ),
+    Refusal(
+        "global-scope-accumulation", 2, "dp_shard=2 model.router_aux_loss_scope=global",
+        "needs the whole batch in one pass", "the balance of a batch is not the sum of its parts'",
+        ("data.micro_batch_size=auto", "model.router_aux_loss_scope=sequence"),
+        ("data.micro_batch_size=2",),
+    ),
+    Refusal(
+        "global-scope-pipeline", 2, "pp=2 model.router_aux_loss_scope=global",
+        "needs the whole batch in one pass", "a pipeline takes a batch in parts",
+        ("model.router_aux_loss_scope=sequence",),
+    ),
+    Refusal(
+        "overlap-without-pairs", 2, "pp=2 schedule=1f1b overlap=true",
+        "has no pairs of forward and backward", "only `dualpipev` pairs forward with backward",
+        ("parallel.schedule=dualpipev", "parallel.overlap=false"),
+    ),
+)  # fmt: skip
 KINDS = ("gradient", "norm", "update", "loss")
 INTRODUCTION = """# Equality matrix
 
@@ -96,9 +184,19 @@ def write_table() -> None:
         (folder() / "table.txt").write_text("\n".join(lines(rows)) + "\n")
 
 
+def refused() -> Iterator[str]:
+    """Yield the table of what is refused as Markdown."""
+    yield "\n## Refused\n\nNothing else is; `tests/equality/test_refusals.py` tries every layout.\n"
+    yield "| case | refused | reason |\n|---|---|---|"
+    for case in REFUSALS:
+        words = " ".join([case.words, *case.more])
+        yield f"| {case.name} | `{words}` on {case.world} ranks | {case.reason} |"
+
+
 def write_docs() -> None:
-    """Put the table into the documentation."""
-    DOCS.write_text("\n".join([INTRODUCTION, *lines(kept())]) + "\n")
+    """Put both tables into the documentation."""
+    text = [INTRODUCTION, *lines(kept()), *refused()]
+    DOCS.write_text("\n".join(text) + "\n")
 
 
 def main(argv: list[str]) -> int:
