@@ -27,7 +27,7 @@ LADDER = (
 """From the cheapest primitive to the dearest: in code to understand, messages and constraints."""
 SCHEDULES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
 """gpipe holds more at the bubble of 1f1b, interleaved_zb as much as zbv at its bubble."""
-SAME_TIME = 1.03
+SAME_TIME = 1.04
 """Steps closer than this are equal within an estimate; the simpler layout comes first."""
 LARGEST_MICRO_BATCH = 16
 

@@ -43,7 +43,7 @@ THRESHOLDS = {
 }
 SHOWN, MOST_GPUS = 5, 4096
 CHEAPER = "cheaper, but needs so much or is so much slower"
-DEARER = "dearer and slower by"
+DEARER = "dearer, with a step of"
 
 
 def add_flags(parser: Any) -> None:
@@ -294,7 +294,7 @@ def reject(
         rows = cheaper if index <= level else dearer
         if own and best is not None and best.total is not None and own[0] is not best:
             ratio = own[0].total / best.total - 1
-            if index != level and (index < level or ratio > 0):
+            if index != level:
                 rows.append(f"{name} {ratio:+.0%}")
         elif not own and index < level and index in found.least:
             rows.append(f"{name} {gib(found.least[index].bytes)}")
@@ -305,10 +305,10 @@ def reject(
 
 
 def enough_gpus(base: Any, room: float) -> str:
-    """Find the smallest multiple of the GPUs on which a layout fits."""
+    """Find how many GPUs hold the model, doubling; simpler layouts on twice as many come first."""
     import candidates
 
-    world, batch = base.world, base.config.data.global_batch_size
+    world, batch, first = base.world, base.config.data.global_batch_size, ""
     while world < MOST_GPUS:
         world *= 2
         data = replace(base.config.data, global_batch_size=max(batch, world))
@@ -316,8 +316,14 @@ def enough_gpus(base: Any, room: float) -> str:
         if found.fitting:
             one = min(found.fitting, key=lambda one: (one.complexity, one.bytes))
             new = " + ".join(name for name in one.used if name not in base.used)
-            return f"{world} GPUs: {new}: {' '.join(one.overrides())} ({gib(one.bytes)})"
-    return f"no layout fits on {MOST_GPUS} GPUs; take GPUs with more memory or a smaller model"
+            words = f"{world} GPUs: {new}: {' '.join(one.overrides())} ({gib(one.bytes)})"
+            simple = one.level(base) <= candidates.LADDER.index("zero 3")
+            if first:
+                return f"{words}; or {first}" if simple else first
+            if simple:
+                return words
+            first = f"{world} GPUs: {new}"
+    return first or f"no layout fits on {MOST_GPUS} GPUs; take GPUs with more memory"
 
 
 def measured(report: Report, args: Any, present: Any, found: Any, room: float) -> None:
