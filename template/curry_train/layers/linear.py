@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 def local(weight: Tensor) -> Tensor:
     """Return the values of a weight that this rank holds: all [any shape], or its own slice."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+    # Of the class: while torch.compile traces, the instance itself denies having the method.
+    return weight.to_local() if hasattr(type(weight), "to_local") else weight
 
 
 class Linear(nn.Module):

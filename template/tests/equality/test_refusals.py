@@ -30,7 +30,7 @@ def with_layout(cell: cells.Cell, **options) -> Config:
     given = {
         name: values.get(value, value) for name, value in (dict(cell.options) | options).items()
     }
-    whole, documents = base(cell.kind, cell.world), given.pop("documents", False)
+    whole, documents = base(cell.kind, min(cell.world, 8)), given.pop("documents", False)
     return replace(
         whole,
         compile=given.pop("compile", False),

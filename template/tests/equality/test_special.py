@@ -148,6 +148,23 @@ def test_a_rank_without_a_single_label(check, words, kind):
     check(name, overrides_of(words, kind), world_of(words), prepare=silence_a_rank)
 
 
+@pytest.mark.parametrize("words", ["tp=2 ep=2", "cp=2 zero=3 recompute=full", "pp=2 zero=1"])
+def test_compiled_blocks(check, monkeypatch, words):
+    """Traced and differentiated as torch.compile does, without the minutes of generating code."""
+    real, calls = torch.nn.Module.compile, []
+
+    def traced(self):
+        calls.append(self)
+        return real(self, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    check(
+        f"compiled-{words.replace(' ', '-')}",
+        overrides_of(f"{words} model.num_hidden_layers=2 compile=true"),
+        2,
+    )
+
+
 def test_labels_are_dropped_unevenly(corpus):
     """0 to all labels of a sample, other numbers in each micro-batch, the same for every split."""
 
