@@ -329,11 +329,8 @@ def pipeline_refusals(config: Config, micro_batches: int) -> Iterator[tuple[str,
     if schedule == "dualpipev" and micro_batches < 2 * pp:
         yield (
             "parallel.schedule",
-            (
-                f"needs at least 2 * parallel.pp = {2 * pp} micro-batches, and a step has"
-                f" {micro_batches}; set data.micro_batch_size lower or data.global_batch_size"
-                " higher"
-            ),
+            f"needs at least 2 * parallel.pp = {2 * pp} micro-batches, and a step has"
+            f" {micro_batches}; set data.micro_batch_size lower or data.global_batch_size higher",
         )
     elif schedule in ("interleaved1f1b", "interleaved_zb") and micro_batches % rounds:
         yield (
