@@ -1,5 +1,7 @@
 """Does a layout of ranks train as one process does? The answer for one set of overrides.
 
+`python -m curry_train.equality parallel.tp=2 ...` takes the words of train.py, runs the ranks on
+this machine's CPU and prints the worst value of each kind; 0 equal, 1 not, 2 refused.
 One process takes a few steps in float64 and keeps its gradients and weights; then forked ranks take
 the same steps by the code that train.py runs, and each holds what it has against that, part by
 part. Parts of all ranks together must make every tensor, so none goes unseen.
@@ -7,8 +9,10 @@ part. Parts of all ranks together must make every tensor, so none goes unseen.
 
 from __future__ import annotations
 
+import math
 import re
 import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +24,9 @@ import torch
 from torch import Tensor
 
 from curry_train.checkpoint.boxes import Box, cover_problem
+from curry_train.command_line import load_or_exit, refuse
 from curry_train.compose import load_config
-from curry_train.config import Config, ParallelConfig, resolve_micro_batch
+from curry_train.config import Config, ConfigError, ParallelConfig, resolve_micro_batch
 from curry_train.data import open_corpus
 from curry_train.data.loader import IGNORED, Batch
 from curry_train.data.token_file import Corpus
@@ -201,7 +206,7 @@ def prove(
     before its first step, on the ranks and in the one process. Raises AssertionError when the
     layout is refused, and as `testing.run_ranks` does.
     """
-    words = [f"devices={world}", "precision=fp64", "accelerator=cpu", *overrides]
+    words = [*overrides, f"devices={world}", "precision=fp64", "accelerator=cpu"]
     config = load_config(words, project=project)
     refused = problems(config, world)
     assert not refused, f"refused: {' '.join(overrides)}\n" + "\n".join(refused)
@@ -343,3 +348,32 @@ def cpu_seconds() -> float:
     """Return the CPU time of the children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def ranks_named(config: Config) -> int:
+    """Return `devices`, or the fewest ranks that hold the axes."""
+    dims = ParallelDims.of(config.parallel)
+    if isinstance(config.devices, int):
+        return config.devices
+    fill = dims.ep // math.gcd(dims.ep, dims.cp * dims.tp)
+    return replace(dims, dp_shard=fill if dims.dp_shard == -1 else dims.dp_shard).world
+
+
+def main(argv: list[str]) -> int:
+    """Prove the layout of a command line."""
+    world = ranks_named(load_or_exit([word for word in argv if word != "accelerator=cpu"]))
+    try:
+        proof = prove(argv, world)
+    except ConfigError as error:
+        return refuse(error)
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(proof)
+    print(f"{proof.tensors} tensors, {proof.cpu:.0f} CPU seconds")
+    return 0 if proof.equal else 1
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(sys.argv[1:]))
