@@ -113,8 +113,9 @@ class Pipeline:
 
     def loss(self, output: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         """Return what backward starts from for labels [B, S]; counts the totals."""
-        aux, z = output[1].unbind(1) if len(output) > 1 else (None, None)
-        sums = sums_of_output(self.chunks[self.last], ModelOutput(output[0], aux, z), labels)
+        logits, *auxiliary = output
+        aux, z = auxiliary[0].unbind(1) if auxiliary else (None, None)
+        sums = sums_of_output(self.chunks[self.last], ModelOutput(logits, aux, z), labels)
         self.totals += sums.detached()
         return sums.total * self.scale
 
@@ -176,14 +177,19 @@ class Pipeline:
                     dist.send(tensor, group=self.group, group_dst=self.owner[stage + 1])
         return self.totals
 
-    def message(self, input_ids: Tensor, device: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors like those that a stage hands on: [B, S', D] and [B, 2]."""
+    def message(
+        self, input_ids: Tensor, device: Any, *, last: bool = False, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return empty tensors like those that a stage, or the last one, returns; see `forward`."""
         chunk, (batch, length) = next(iter(self.chunks.values())), input_ids.shape
-        shape = batch, length // self.mesh.size("tp"), self.config.model.hidden_size
-        hidden = torch.empty(shape, dtype=chunk.compute_dtype, device=device, **options)
+        tp = self.mesh.size("tp")
+        shape = batch, length // tp, self.config.model.hidden_size
+        if last:
+            shape = batch, length, chunk.padded_vocab // tp
+        x = torch.empty(shape, dtype=chunk.compute_dtype, device=device, **options)
         if not self.config.model.num_experts:
-            return (hidden,)
-        return hidden, torch.empty(batch, 2, dtype=self.wide, device=device, **options)
+            return (x,)
+        return x, torch.empty(batch, 2, dtype=self.wide, device=device, **options)
 
     def schedule(self, micro_batches: int, input_ids: Tensor) -> Any:
         """Return torch's schedule for micro-batches like int64 [B, S]."""
@@ -192,17 +198,21 @@ class Pipeline:
             return self.made[1]
         from torch.distributed.pipelining import PipelineStage, schedules
 
+        # Before 2.13 nodes of the graph written in Python die between the halves of a split
+        # backward; there the first half makes all gradients, and the second none.
+        splits = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
         # Said, not found out by torch, whose trial run would send garbage to experts.
-        message = self.message(input_ids, "meta", requires_grad=True)
+        message = partial(self.message, input_ids, "meta", requires_grad=True)
         self.stages = [
             PipelineStage(
                 chunk,
                 stage,
                 self.last + 1,
                 self.mesh.device,
-                input_args=(input_ids.to("meta"),) if stage == 0 else message,
-                output_args=message,  # of the last stage nobody reads it
+                input_args=(input_ids.to("meta"),) if stage == 0 else message(),
+                output_args=message(last=stage == self.last),
                 group=self.group,
+                dw_builder=None if splits else lambda: lambda: None,
             )
             for stage, chunk in self.chunks.items()
         ]
