@@ -12,10 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curry_train.parallel.activation_checkpoint import message
+
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_fused = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    if x.is_cuda:
+        _fused(out, x, group=group)
+        return
+    # gloo would sum everything on every rank.
+    parts = torch.empty_like(x)
+    dist.all_to_all_single(parts, x, group=group)
+    torch.sum(parts.view(-1, len(out)), 0, out=out)
+
+
+@message
 def stack_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the tensors [...] of all ranks as one [ranks, ...]; no gradient. One all-gather."""
     out = x.new_empty(dist.get_world_size(group) * x.numel())
@@ -23,6 +36,7 @@ def stack_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return out.view(-1, *x.shape)
 
 
+@message
 def sum_own_slice(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over ranks of x[this rank]; x [ranks, ...]. One reduce-scatter."""
     out = x.new_empty(x[0].numel())
@@ -143,6 +157,7 @@ class _Exchange(torch.autograd.Function):
         return swap_rows(grad, receive, send, ctx.group), None, None, None
 
 
+@message
 def swap_rows(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
     """Send the first send[0] rows of x to rank 0 and so on; returns what came, by rank.
 
