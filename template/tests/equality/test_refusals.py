@@ -21,7 +21,8 @@ WORLDS = (2, 4, 8)
 @cache
 def base(kind: str, world: int) -> Config:
     words = [f"devices={world}", "accelerator=cpu", "precision=fp64"]
-    return load_config([*words, *cells.layouts(world, kind)[0].overrides], project=PROJECT)
+    words += [*cells.layouts(world, kind)[0].overrides, "model.num_hidden_layers=16"]
+    return load_config(words, project=PROJECT)
 
 
 def with_layout(cell: cells.Cell, **options) -> Config:
@@ -91,7 +92,7 @@ def test_cover_is_pairwise_and_the_same_every_time():
     cover = cells.cover_of_eight()
     met = set().union(*(cell.meetings for cell in cover))
     assert met == possible and len(possible) > 500
-    assert cells.pairwise_cover(layouts, seed=1) == cover
+    assert cells.pairwise_cover(layouts, seed=4) == cover
     assert cells.cover_of_eight.__wrapped__() == cover
 
 
