@@ -199,8 +199,8 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage, schedules
 
         # Before 2.13 nodes of the graph written in Python die between the halves of a split
-        # backward; there the first half makes all gradients, and the second none.
-        splits = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+        # backward: there the first half makes all gradients, and the second none.
+        old = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
         # Said, not found out by torch, whose trial run would send garbage to experts.
         message = partial(self.message, input_ids, "meta", requires_grad=True)
         self.stages = [
@@ -212,10 +212,14 @@ class Pipeline:
                 input_args=(input_ids.to("meta"),) if stage == 0 else message(),
                 output_args=message(last=stage == self.last),
                 group=self.group,
-                dw_builder=None if splits else lambda: lambda: None,
+                dw_builder=(lambda: lambda: None) if old else None,
             )
             for stage, chunk in self.chunks.items()
         ]
+        if old and self.mesh.device.type == "cpu":
+            for stage in self.stages:
+                # It would greet neighbours, itself among them in a V, which gloo cannot.
+                stage._get_init_p2p_neighbors_ops = list
         name = self.config.parallel.schedule
         if name == "1f1b" and micro_batches <= self.last:
             # Torch refuses what does not fill the pipeline. The first rank then holds all
