@@ -82,11 +82,17 @@ class ParallelDims:
         dims = ParallelDims(**sizes, ep=self.ep)
         if dims.world != world:
             terms = " * ".join(f"parallel.{axis}={size}" for axis, size in sizes.items())
-            raise ValueError(
-                f"{terms} make {dims.world} ranks, but {world} were started; "
-                "leave parallel.dp_shard at -1 to fill the world"
-            )
+            way = "leave parallel.dp_shard at -1 to fill the world"
+            if self.dp_shard == -1:
+                way = f"set the others so that their product divides {world}"
+            raise ValueError(f"{terms} make {dims.world} ranks, but {world} were started; {way}")
         return dims
+
+    def fewest(self) -> ParallelDims:
+        """Return the dims with dp_shard=-1 filled for the fewest ranks that hold the axes."""
+        if self.dp_shard != -1:
+            return self
+        return replace(self, dp_shard=self.ep // math.gcd(self.ep, self.cp * self.tp))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -123,7 +129,15 @@ class ParallelDims:
         return {**outer, "efsdp": self.efsdp, "ep": self.ep}
 
     def groups(self, name: str) -> list[list[int]]:
-        """Return every group called `name`, each a list of ranks in order."""
+        """Return every group called `name`, each a list of ranks in order.
+
+        Raises ValueError for dp_shard=-1 and for an ep that does not divide dp_shard*cp*tp.
+        """
+        if self.dp_shard == -1 or self.efsdp * self.ep != self.dp_shard * self.cp * self.tp:
+            raise ValueError(
+                f"{self}: found axes that lay out no ranks; allowed is an ep that divides"
+                " dp_shard * cp * tp, and no -1; call resolve(world) first, set parallel.ep"
+            )
         view, axes = self.sparse, SPARSE_GROUPS.get(name)
         if axes is None:
             view, axes = self.dense, DENSE_GROUPS[name]
@@ -151,15 +165,21 @@ class ParallelDims:
         return "\n".join(lines)
 
     def problems(self, model: ModelConfig, data: DataConfig) -> list[str]:
-        """Say in sentences what of this layout does not fit the sizes of model and data."""
-        refused = size_refusals(self, model, data)
-        return [f"parallel.{key}={getattr(self, key)}: {why}" for key, why in refused]
+        """Say in sentences what of this layout does not fit the sizes of model and data.
+
+        dp_shard=-1 stands for any number that fits.
+        """
+        refused = [*size_refusals(self.fewest(), model, data)]
+        if self.dp_shard != -1:
+            refused += batch_refusals(self.batch, data)
+        sizes = {**self.sizes, **asdict(data)}
+        return [f"{key}={sizes[key.rpartition('.')[2]]}: {why}" for key, why in refused]
 
 
 def size_refusals(
     dims: ParallelDims, model: ModelConfig, data: DataConfig
 ) -> Iterator[tuple[str, str]]:
-    """Yield (axis, why) for every size of model and data that an axis does not divide."""
+    """Yield (key, why) for every size of model and data that an axis does not divide."""
     tp, cp, ep = dims.tp, dims.cp, dims.ep
     if tp > 1:
         split = {
@@ -173,57 +193,43 @@ def size_refusals(
         for name, size in split.items():
             if size % tp:
                 fitting = divisors(size)
-                yield "tp", f"does not divide model.{name}={size}; set it to one of {fitting}"
+                yield (
+                    "parallel.tp",
+                    f"does not divide model.{name}={size}; set it to one of {fitting}",
+                )
         padded = -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         if padded % tp:
             yield (
-                "tp",
+                "parallel.tp",
                 f"does not divide the vocabulary in memory, {padded} (model.vocab_size="
-                f"{model.vocab_size} up to a multiple of {VOCAB_MULTIPLE}); set it to a power of 2",
+                f"{model.vocab_size} up to a multiple of {VOCAB_MULTIPLE}); set it to a power of 2"
+                f" up to {VOCAB_MULTIPLE}",
             )
     if data.seq_len % (cp * tp) or (cp > 1 and data.seq_len % (2 * cp)):
         unit = 2 * cp * tp if cp > 1 else tp
         yield (
-            "cp" if cp > 1 else "tp",
+            "parallel.cp" if cp > 1 else "parallel.tp",
             f"data.seq_len={data.seq_len} does not divide into the slices of parallel.cp={cp} and"
             f" parallel.tp={tp} ranks; set data.seq_len to a multiple of {unit}",
         )
     inner = dims.dp_shard * cp * tp
     if inner % ep:
         yield (
-            "ep",
+            "parallel.ep",
             f"does not divide parallel.dp_shard * parallel.cp * parallel.tp = {inner}, the ranks"
             f" it is carved out of; set it to one of {divisors(inner)}",
         )
     if model.num_experts % ep:
         yield (
-            "ep",
+            "parallel.ep",
             f"does not divide model.num_experts={model.num_experts}; set it to one of"
             f" {divisors(model.num_experts)}",
         )
 
 
-def refusals(config: Config, world: int | None) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) for everything that the layout of a Config cannot do on `world` ranks.
-
-    world: number of processes; None takes those that the axes name.
-    """
-    parallel = config.parallel
-    dims = ParallelDims.of(parallel)
-    if world is None and dims.dp_shard == -1:
-        # Any number may be started; take the fewest that hold the axes.
-        dims = replace(dims, dp_shard=dims.ep // math.gcd(dims.ep, dims.cp * dims.tp))
-    if not isinstance(config.model, ModelConfig):
-        yield from _data_parallel_only(config)
-    try:
-        dims = dims.resolve(world or dims.world)
-    except ValueError as error:
-        yield "parallel.dp_shard", str(error)
-        return
-    if isinstance(config.model, ModelConfig):
-        sizes = size_refusals(dims, config.model, config.data)
-        yield from ((f"parallel.{axis}", why) for axis, why in sizes)
-    batch, size, ranks = config.data.global_batch_size, config.data.micro_batch_size, dims.batch
+def batch_refusals(ranks: int, data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, why) when ranks that hold different samples cannot share the batch evenly."""
+    batch, size = data.global_batch_size, data.micro_batch_size
     local, over = divmod(batch, ranks)
     if over:
         fitting = " or ".join(str(n * ranks) for n in (local, local + 1) if n)
@@ -237,10 +243,33 @@ def refusals(config: Config, world: int | None) -> Iterator[tuple[str, str]]:
             f"does not divide the {local} samples of one rank (data.global_batch_size={batch} over"
             f" {ranks}); set it to auto or one of {divisors(local)}",
         )
+
+
+def refusals(config: Config, world: int | None) -> Iterator[tuple[str, str]]:
+    """Yield (key, why) for everything that the layout of a Config cannot do on `world` ranks.
+
+    world: number of processes; None takes those that the axes name, the fewest for dp_shard=-1.
+    """
+    dims, model = ParallelDims.of(config.parallel), config.model
+    unfit = []
+    try:
+        dims = dims.fewest() if world is None else dims.resolve(world)
+    except ValueError as error:
+        unfit = [("parallel.dp_shard", str(error))]
+        dims = dims.fewest()
+    if isinstance(model, ModelConfig):
+        yield from size_refusals(dims, model, config.data)
     else:
-        micro_batches = local // resolve_micro_batch(config, ranks)
-        yield from pipeline_refusals(config, micro_batches)
-        yield from _global_scope(config, micro_batches)
+        yield from _data_parallel_only(config)
+    unfit = unfit or [*batch_refusals(dims.batch, config.data)]
+    yield from unfit
+    # How many micro-batches a step has is known when ranks and batch fit.
+    micro_batches = None
+    if not unfit:
+        local = config.data.global_batch_size // dims.batch
+        micro_batches = local // resolve_micro_batch(config, dims.batch)
+    yield from pipeline_refusals(config, micro_batches)
+    yield from _global_scope(config, micro_batches)
 
 
 def _data_parallel_only(config: Config) -> Iterator[tuple[str, str]]:
@@ -254,14 +283,15 @@ def _data_parallel_only(config: Config) -> Iterator[tuple[str, str]]:
             )
 
 
-def _global_scope(config: Config, micro_batches: int) -> Iterator[tuple[str, str]]:
+def _global_scope(config: Config, micro_batches: int | None) -> Iterator[tuple[str, str]]:
     scope = getattr(config.model, "router_aux_loss_scope", None)
-    if scope == "global" and (micro_batches > 1 or config.parallel.pp > 1):
+    several = micro_batches is not None and micro_batches > 1
+    if scope == "global" and (several or config.parallel.pp > 1):
+        found = f"a step has {micro_batches} micro-batches and " if several else ""
         yield (
             "model.router_aux_loss_scope",
-            f"needs the whole batch in one pass, and a step has {micro_batches} micro-batches and"
-            f" parallel.pp={config.parallel.pp}; set data.micro_batch_size=auto and parallel.pp=1,"
-            " or the scope to sequence",
+            f"needs the whole batch in one pass, and {found}parallel.pp={config.parallel.pp}; set"
+            " data.micro_batch_size=auto and parallel.pp=1, or the scope to sequence",
         )
 
 
@@ -284,8 +314,11 @@ def stages_of(parallel: ParallelConfig, index: int) -> list[int]:
     return [index, second]
 
 
-def pipeline_refusals(config: Config, micro_batches: int) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) for what the pipeline of a Config cannot do with so many micro-batches."""
+def pipeline_refusals(config: Config, micro_batches: int | None) -> Iterator[tuple[str, str]]:
+    """Yield (key, why) for what the pipeline of a Config cannot do with so many micro-batches.
+
+    micro_batches: of a step of one rank; None when nobody knows.
+    """
     parallel, model = config.parallel, config.model
     schedule, pp = parallel.schedule, parallel.pp
     splits = schedule in SPLIT_BACKWARD
@@ -297,7 +330,7 @@ def pipeline_refusals(config: Config, micro_batches: int) -> Iterator[tuple[str,
                 " parallel.schedule=dualpipev, or parallel.overlap=false"
             ),
         )
-    if pp == 1:
+    if pp == 1 or not isinstance(model, ModelConfig):
         return
     if splits and parallel.reshard is True:
         yield (
@@ -325,6 +358,12 @@ def pipeline_refusals(config: Config, micro_batches: int) -> Iterator[tuple[str,
                 " model.tie_word_embeddings=false"
             ),
         )
+    if micro_batches is not None:
+        yield from _micro_batch_refusals(schedule, pp, micro_batches)
+    yield from _split_refusals(parallel, model.num_hidden_layers)
+
+
+def _micro_batch_refusals(schedule: str, pp: int, micro_batches: int) -> Iterator[tuple[str, str]]:
     rounds = max(micro_batches // pp, 1)
     if schedule == "dualpipev" and micro_batches < 2 * pp:
         yield (
@@ -341,7 +380,6 @@ def pipeline_refusals(config: Config, micro_batches: int) -> Iterator[tuple[str,
                 f" rank has a multiple of {pp}"
             ),
         )
-    yield from _split_refusals(parallel, model.num_hidden_layers)
 
 
 def _split_refusals(parallel: ParallelConfig, layers: int) -> Iterator[tuple[str, str]]:
