@@ -25,7 +25,7 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
     # gloo would sum everything on every rank.
     parts = torch.empty_like(x)
     dist.all_to_all_single(parts, x, group=group)
-    torch.sum(parts.view(-1, len(out)), 0, out=out)
+    torch.sum(parts.view(dist.get_world_size(group), -1), 0, out=out)
 
 
 @message
