@@ -7,6 +7,7 @@ user_code    imports and calls code that is not ours; errors name its last frame
 batches      move a batch of any shape, count its targets
 state        everything a check may change is put back, bit for bit
 report       checks, verdict, report.json, the short text, the ledger
+layouts      a project's configuration for some ranks, and a small model of its kind
 memory       bytes alive, highest, of the training state
 job          the run's folder: lock, state.json, progress, detach, status, wait
 check_ids    the table of check ids
