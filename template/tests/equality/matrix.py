@@ -125,10 +125,10 @@ of all steps, every weight after the last, and the loss of the held-out text.
   gradient above 1e-8 to go by, else 1e-5
 
 The matrix model has 8 heads, 8 key/value heads, 8 experts and 16 blocks; without --full, layouts of
-more than two ranks have 4 blocks or one for each stage. Labels are dropped unevenly, 0 to all of a sample's, clipping is active, and balance and z losses
-are on. Parts held by all ranks make every tensor exactly once. A name tells the ranks (`w8`), dense
-or MoE, every axis above 1 and every option that is no default. Written by
-`python tests/equality/matrix.py --write-docs`.
+more than two ranks have 4 blocks or one for each stage. Labels are dropped unevenly, 0 to all of a
+sample's, clipping is active, and balance and z losses are on. Parts held by all ranks make every
+tensor exactly once. A name tells the ranks (`w8`), dense or MoE, every axis above 1 and every
+option that is no default. Written by `python tests/equality/matrix.py --write-docs`.
 """
 
 
@@ -151,9 +151,7 @@ def keep(name: str, proof: Proof) -> None:
     row = proof.row(name) | {"when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     rows = folder() / "cells"
     rows.mkdir(exist_ok=True)
-    part = rows / f".{name}.{os.getpid()}"
-    part.write_text(json.dumps(row, indent=1))
-    part.replace(rows / f"{name}.json")
+    replace_file(rows / f"{name}.json", json.dumps(row, indent=1))
 
 
 def kept() -> list[dict[str, Any]]:
@@ -181,8 +179,15 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 def write_table() -> None:
     """Write table.json and table.txt of all proofs that were left."""
     if rows := kept():
-        (folder() / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (folder() / "table.txt").write_text("\n".join(lines(rows)) + "\n")
+        replace_file(folder() / "table.json", json.dumps(rows, indent=1))
+        replace_file(folder() / "table.txt", "\n".join(lines(rows)))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file at once, since workers of the tests write it side by side."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text + "\n")
+    part.replace(path)
 
 
 def refused() -> Iterator[str]:
