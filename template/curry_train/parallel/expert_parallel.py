@@ -76,13 +76,17 @@ def number_own(expert_ids: Tensor, experts_per_rank: int, group: ProcessGroup) -
 
 
 def _sum_rows(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Return [T, ...] with the sum of the rows [R, ...] of each token, in the order of ranks."""
+    """Return [T, ...] with the sum of the rows [R, ...] of each token, in the order of ranks.
+
+    Added in float32 (float64 of float64), on the CPU as in the kernel.
+    """
     if rows.is_cuda:
         from curry_train.kernels.routing_ops import moe_combine
 
         return moe_combine(rows, exchange.inverse, None, None)
-    out = rows.new_zeros(len(exchange.inverse), *rows.shape[1:])
-    return out.index_add_(0, exchange.tokens, rows)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    out = wide.new_zeros(len(exchange.inverse), *rows.shape[1:])
+    return out.index_add_(0, exchange.tokens, wide).to(rows.dtype)
 
 
 class _Pack(torch.autograd.Function):

@@ -81,11 +81,24 @@ class RowParallelLinear(Linear):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
+def check_ids(name: str, ids: Tensor, rows: int) -> None:
+    """Raise ValueError for ids [any shape] outside 0 to rows - 1; on the CPU only, it would sync.
+
+    No rank has such a row, so without this the sum over ranks would be a plausible zero.
+    """
+    if ids.device.type == "cpu" and ((ids < 0) | (ids >= rows)).any():
+        found = int(ids[(ids < 0) | (ids >= rows)][0])
+        raise ValueError(
+            f"{name}: found {found}; allowed are 0 to {rows - 1}; set model.vocab_size to what the"
+            " tokenizer has"
+        )
+
+
 class VocabParallelEmbedding(Embedding):
     """Look up the ids whose rows this rank holds; sum over ranks, keep the own tokens.
 
     Shapes: ids int64 [B, S]; returns [B, S / ranks, width] in the dtype of the weight. Group: tp,
-    one reduce-scatter (backward: one all-gather).
+    one reduce-scatter (backward: one all-gather). Raises: as check_ids.
     """
 
     def __init__(self, whole: Embedding, mesh: DeviceMesh, group: ProcessGroup) -> None:
@@ -95,6 +108,7 @@ class VocabParallelEmbedding(Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local(self.weight)
+        check_ids("input_ids", ids, len(self.weight))
         own = ids - dist.get_rank(self.group) * len(weight)
         absent = (own < 0) | (own >= len(weight))
         rows = F.embedding(own.masked_fill(absent, 0), weight)
@@ -136,5 +150,8 @@ def vocab_parallel_nll(logits_NV: Tensor, labels_N: Tensor, group: ProcessGroup)
     Shapes: logits [N, V / ranks] of any float dtype, columns by rank; labels int64 [N], global ids,
     -100 ignored. Returns [N] in float32 (float64 of float64), the same on every rank, each of
     which owes the gradient of its own columns alone. Group: tp, two all-reduces of [N] and [2, N].
+    Raises: as check_ids.
     """
+    wanted = labels_N.masked_fill(labels_N == IGNORED, 0)
+    check_ids("labels", wanted, logits_NV.shape[1] * dist.get_world_size(group))
     return _VocabParallelNll.apply(logits_NV, labels_N, group)
