@@ -146,9 +146,8 @@ def small(
     values["optim.max_grad_norm"] = CLIP if config.optim.max_grad_norm else 0.0
     unit = 2 * dims.cp * dims.tp
     values["data.seq_len"] = seq_len = -(-length // unit) * unit
-    values |= {
-        "data.input": _documents(folder), "data.tokenizer": "byte", "data.val_fraction": 0.006,
-    }  # fmt: skip
+    values |= {"data.input": _documents(folder, seq_len), "data.val_fraction": 0.01}
+    values["data.tokenizer"] = "byte"
     values |= _batch(config, dims)
     if not isinstance(config.model, ModelConfig):
         _refuse_large(config)
@@ -158,11 +157,11 @@ def small(
     return values
 
 
-def _documents(folder: Path) -> str:
-    """Write a corpus of many short documents, so that a window holds several."""
+def _documents(folder: Path, seq_len: int) -> str:
+    """Write a corpus of many short documents, so that a window holds several; held out: a few."""
     luck, path = random.Random(4), folder / "documents.jsonl"
     words = ["of", "a", "rank", "the", "same", "sum", "every", "token", "once", "is"]
-    texts = [" ".join(luck.choices(words, k=luck.randint(1, 5))) for _ in range(600)]
+    texts = [" ".join(luck.choices(words, k=luck.randint(1, 5))) for _ in range(40 * seq_len)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
 
