@@ -4,12 +4,18 @@ import json
 
 import pytest
 import torch
-from projects import SMALL, forked, run_folders
+from projects import SMALL, exit_code, fork_ranks, forked, run_folders
 
+import curry_train.generate
 from curry_train.checkpoint import manifest_sha256
+from curry_train.compose import load_config
 from curry_train.config import Config, ModelConfig
+from curry_train.data import open_corpus
 from curry_train.generate import choose, generate, main
 from curry_train.models.protocol import build_model
+from curry_train.parallel.mesh import build_mesh
+from curry_train.runtime import assemble
+from curry_train.testing import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +81,106 @@ def test_a_run_folder_gives_text_and_a_wrong_path_one_line(tmp_path, capsys, mon
         assert main([str(checkpoint)]) == 2
         message = capsys.readouterr().err
         assert "manifest.json describes no model" in message and len(message.splitlines()) == 1
+
+
+LAYOUTS = {
+    "tp2": (2, ["parallel.tp=2"]),
+    "cp2": (2, ["parallel.cp=2"]),
+    "cp2 all_gather": (2, ["parallel.cp=2", "parallel.cp_kind=all_gather"]),
+    "ep2": (2, ["parallel.ep=2"]),
+    "zero3": (2, ["parallel.zero=3"]),
+    "cp2 tp2 ep4 zero2": (
+        4,
+        ["parallel.cp=2", "parallel.tp=2", "parallel.ep=4", "parallel.zero=2"],
+    ),
+}
+TEXT = ("model.num_hidden_layers=2", "model.moe_intermediate_size=16", "data.seq_len=16",
+        "precision=fp64", "accelerator=cpu", "model.initializer_range=0.3")  # fmt: skip
+PROMPTS = (
+    [10, 20, 30],
+    [7],
+    list(range(40, 61)),
+)  # 3 and 1 divide by nothing, 21 exceed the window
+
+
+def texts(runtime) -> list[list[int]]:
+    """Continue every prompt, greedy and sampled."""
+    settings = {"max_tokens": 6, "context": 16, "mesh": runtime.mesh}
+    ways = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
+    return [generate(runtime.model, ids, **way, **settings) for ids in PROMPTS for way in ways]
+
+
+def runtime_on(rank, words):
+    config = load_config([*TEXT, *words])
+    device = torch.device("cpu")
+    mesh = build_mesh(config.parallel, device=device, local_rank=rank, comm_timeout=60.0)
+    return assemble(config, open_corpus(config.data, cache_dir=None), mesh)
+
+
+def text_of_rank(rank, world, words):
+    runtime = runtime_on(rank, words)
+    before = torch.get_rng_state()
+    found = texts(runtime)
+    assert torch.equal(before, torch.get_rng_state()) and runtime.model.training
+    return found
+
+
+def text_of_one() -> list[list[int]]:
+    return texts(runtime_on(0, ()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_a_model_write_the_text_of_one_process(layout):
+    world, words = LAYOUTS[layout]
+    alone = text_of_one()
+    assert len({tuple(ids) for ids in alone}) == 6, "no two of the texts are the same"
+    assert run_ranks(text_of_rank, world, (f"devices={world}", *words)) == [alone] * world
+
+
+def capacity_text(rank, world, words):
+    return texts(runtime_on(rank, words))
+
+
+@pytest.mark.filterwarnings("ignore:model.capacity_factor")
+def test_padding_of_a_window_takes_no_place_of_an_expert():
+    """A capacity counts the tokens of a sequence: what pads it to whole slices must not count."""
+    tight = ("model.capacity_factor=0.6", "model.drop_policy=weight")
+    alone = texts(runtime_on(0, tight))
+    assert alone != text_of_one(), "choices are dropped"
+    words = (*tight, "devices=2", "parallel.tp=2")
+    assert run_ranks(capacity_text, 2, words) == [alone] * 2
+
+
+def local_positions(rank, world, words):
+    """Mutant: each rank reads its own last logits, not those after the last token."""
+
+    def shared(model, window, mesh):
+        logits = real(model, window.roll(1, 1), mesh)
+        return logits
+
+    real, curry_train.generate.shared_logits = curry_train.generate.shared_logits, shared
+    return texts(runtime_on(rank, words))
+
+
+def test_text_of_a_shifted_window_would_be_another():
+    found = run_ranks(local_positions, 2, ("devices=2", "parallel.tp=2"))
+    assert found[0] == found[1] != text_of_one()
+
+
+def test_a_pipeline_prints_the_command_and_its_checkpoint_samples_in_one_process(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    settings = [w for w in SMALL if not w.startswith("run.sample_tokens")]
+    settings += ["run.max_steps=1", "run.sample_tokens=5", "run.name=piped", "parallel.pp=2"]
+    pids = fork_ranks(2, *settings, folder=tmp_path)
+    assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / "rank-0.txt").read_text()
+    out = (tmp_path / "rank-0.txt").read_text() + (tmp_path / "rank-1.txt").read_text()
+    (folder,) = run_folders(tmp_path)
+    (line,) = [line for line in out.splitlines() if "curry_train.generate" in line]
+    command, _, path = line.partition("python -m curry_train.generate ")
+    assert command == "sample it with: " and "sample: " not in out
+    assert main([path.strip(), "--max-tokens=5", "--temperature=0", "--prompt=War"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("War") and len(text) > 4
+    assert (tmp_path / path.strip()).resolve() == folder.resolve()
