@@ -376,8 +376,8 @@ def _micro_batch_refusals(schedule: str, pp: int, micro_batches: int) -> Iterato
             "parallel.schedule",
             (
                 f"goes round in {rounds} rounds of parallel.pp={pp}, which do not divide the"
-                f" {micro_batches} micro-batches of a step; set data.global_batch_size so that a"
-                f" rank has a multiple of {pp}"
+                f" {micro_batches} micro-batches of a step; set data.micro_batch_size or"
+                f" data.global_batch_size so that a rank has a multiple of {pp}"
             ),
         )
 
