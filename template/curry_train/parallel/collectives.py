@@ -22,7 +22,6 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
     if x.is_cuda:
         _fused(out, x, group=group)
         return
-    # gloo would sum everything on every rank.
     parts = torch.empty_like(x)
     dist.all_to_all_single(parts, x, group=group)
     torch.sum(parts.view(dist.get_world_size(group), -1), 0, out=out)
@@ -38,7 +37,10 @@ def stack_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @message
 def sum_own_slice(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over ranks of x[this rank]; x [ranks, ...]. One reduce-scatter."""
+    """Return the sum over ranks of x[this rank], [...]; x [ranks, ...]. One reduce-scatter.
+
+    Over gloo, whose own would sum everything on every rank, an all-to-all and a local sum.
+    """
     out = x.new_empty(x[0].numel())
     _reduce_scatter(out, x.contiguous().view(-1), group=group)
     return out.view(x.shape[1:])
@@ -169,5 +171,5 @@ def swap_rows(x: Tensor, send: list[int], receive: list[int], group: ProcessGrou
 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-    """Do what `swap_rows` does; gradients travel back the same way."""
+    """Do what `swap_rows` does for x [R, ...]; gradients travel back the same way."""
     return _Exchange.apply(x, send, receive, group)

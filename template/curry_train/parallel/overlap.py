@@ -68,7 +68,7 @@ class Part:
         return tuple(_without_history(x) for x in self.outputs)
 
     def back(self, *grads: Tensor | None) -> list[Tensor | None]:
-        """Run backward and return the gradients of the inputs; the part is then empty."""
+        """Run backward; returns the inputs' gradients, any shape. The part is then empty."""
         pairs = [
             (out, grad)
             for out, grad in zip(self.outputs, grads, strict=True)
@@ -118,7 +118,7 @@ class Message:
         ]
 
     def wait(self) -> list[Tensor]:
-        """Return what came."""
+        """Return what came, as rows [R, ...]."""
         for work in self.works:
             work.wait()
         return self.out
@@ -150,7 +150,7 @@ class OverlappedPipeline(Pipeline):
     """
 
     def step(self, runtime: Any, micro_batches: list[Batch]) -> tuple[Tensor, Tensor | None]:
-        """Do what Pipeline.step does."""
+        """Do what Pipeline.step does, ids int64 [B, S]."""
         self.begin_step(runtime)
         schedule = self.schedule(len(micro_batches), micro_batches[0]["input_ids"])
         self.batches = micro_batches
@@ -218,7 +218,7 @@ class OverlappedPipeline(Pipeline):
         return ((number * (self.last + 1) + stage) * 2 + (what == "grad")) * 2 + index
 
     def arrived(self, what: str, stage: int, number: int) -> tuple[Tensor, ...]:
-        """Return what stage `stage` put out, from another rank or from this one."""
+        """Return what a stage put out, here or elsewhere: [B, S', D], [B, 2] with experts."""
         value = self.values.pop((what, stage, number))
         if isinstance(value[0], list):
             works, value = value
@@ -297,7 +297,7 @@ class OverlappedPipeline(Pipeline):
             self.values["grad", stage, number] = (grad,) if auxiliary is None else (grad, auxiliary)
 
     def backward_block(self, block: BlockTape, grad: Tensor, auxiliary: Tensor | None) -> Pass:
-        """Run the backward of one block; returns the gradient of its input."""
+        """Run the backward of one block; returns the gradient of its input, [B, S', D]."""
         exchange = block.exchange
         if exchange is None or block.last is None or block.experts is None:
             return self.back(block.first, grad, auxiliary, None)[2]
@@ -324,35 +324,35 @@ class OverlappedPipeline(Pipeline):
     def start(
         self, tensors: Sequence[Tensor], send: list[int], receive: list[int], group: Any
     ) -> Message:
-        """Start a message between the ranks of the experts."""
+        """Start a message between the ranks of the experts, see Message for shapes [R, ...]."""
         return Message(tensors, send, receive, group)
 
     def wait(self, message: Message) -> list[Tensor]:
-        """Wait for a message."""
+        """Wait for a message; returns its rows [R, ...]."""
         return message.wait()
 
     # Functions of parts: everything they read is an argument
 
     def whole_block(self, chunk: nn.Module, block: Any, x: Tensor, positions: Any) -> Any:
-        """Run all five parts of a block without messages to other experts."""
+        """Run all five parts of a block on x [B, S', D], without messages to other experts."""
         x, routing = type(block).forward(block, x, positions)
         return x, self.own_losses(chunk, routing), routing
 
     def until_router(self, chunk: nn.Module, block: Any, x: Tensor, positions: Any) -> Any:
-        """Run attention and router."""
+        """Run attention and router on x [B, S', D]."""
         residual, hidden, routing = block.attention(x, positions)
         return residual, hidden, routing.weights, self.own_losses(chunk, routing), routing
 
     def bank(self, block: Any, rows: Tensor, weights: Tensor, routing: Routing) -> Any:
-        """Run this rank's experts on the rows that came."""
+        """Run this rank's experts on the rows [R', D] that came."""
         return (block.experts(rows, replace(routing, weights=weights)),)
 
     def aggregate(self, block: Any, residual: Tensor, back: Tensor, exchange: Exchange) -> Any:
-        """Add up what came back for each token."""
+        """Add the rows [R, D] that came back to the tokens [B, S', D]."""
         return (block.aggregate(residual, unpack(back, exchange)),)
 
     def head(self, chunk: nn.Module, x: Tensor, auxiliary: Any, labels: Tensor) -> Any:
-        """Return the loss that backward starts from, and count it."""
+        """Return the loss that backward starts from, and count it; x [B, S', D]."""
         output = (chunk.logits(x),) if auxiliary is None else (chunk.logits(x), auxiliary)
         return (self.loss(output, labels),)
 
