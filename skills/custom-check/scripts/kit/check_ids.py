@@ -102,6 +102,7 @@ CHECK_IDS = {
     "zero-memory": "bytes of the configured level over the memory",
     "zero-optimizer-before": "the optimizer holds the parameters that fully_shard made",
     "zero-reduce-dtype": "gradients are reduced in float32 or wider",
+    "zero-resharding": "zero 3 drops parameters after each forward pass",
     "zero-root": "the whole model is sharded too, not only its blocks",
     "zero-small-groups": "groups of fully_shard inside each block",
     "zero-unsharded": "share of the trainable parameters that fully_shard does not hold",
