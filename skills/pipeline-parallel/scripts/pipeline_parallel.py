@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,12 @@ if not (KIT_HOME / "kit" / "cli.py").is_file():
     sys.exit(2)
 sys.path.insert(0, str(KIT_HOME))
 
+import pipeline_proof  # noqa: E402
 import schedule_clock as clock  # noqa: E402
 import stage_times  # noqa: E402
+import timeline  # noqa: E402
 
-from kit import cli, fewer_ranks  # noqa: E402
+from kit import cli  # noqa: E402
 from kit.errors import UsageError  # noqa: E402
 from kit.memory import show_bytes  # noqa: E402
 from kit.report import Report  # noqa: E402
@@ -50,8 +51,6 @@ OF_PIPELINE = (
     "parallel.schedule", "parallel.reshard", "parallel.overlap", "parallel.pp", "parallel.pp_split",
     "compile", "model.tie_word_embeddings",
 )  # fmt: skip
-COLOURS = {"F": "#4c9be8", "I": "#f2a541", "W": "#7cc47f", "B": "#e4572e"}
-LEGEND = {"F": "forward", "I": "backward, input", "W": "backward, weights", "B": "backward, both"}
 
 
 def add_flags(parser: Any) -> None:
@@ -120,15 +119,15 @@ def look(call: cli.Invocation) -> Report:
     best = recommended(choices)
     judge_refused(report, refused, choices)
     tell(report, config, world, present, choices, best, parts)
-    print(table(choices, best), flush=True)
+    print(timeline.table(choices, best), flush=True)
     if present.run is None or refused:
         report.summary = f"{present.name} is refused on {world} ranks"
         return report
     judge_times(report, present, best)
-    picture = draw(present, call.out / "timeline.png", bool(parts))
+    picture = timeline.draw(present, call.out / "timeline.png", bool(parts))
     report.artifacts += [str(picture)] if picture else []
     if call.args.proof_ranks:
-        prove(call, report, config, world)
+        pipeline_proof.prove(call, report, config, world, THRESHOLDS)
     return report
 
 
@@ -377,109 +376,6 @@ def row_of(choice: Choice) -> dict[str, Any]:
         "fullest_rank_bytes": choice.memory,
         "split": [len(blocks) for blocks in choice.layout.split],
     }
-
-
-def table(choices: list[Choice], best: Choice | None) -> str:
-    """Write the schedules as lines, the recommended one marked."""
-    least = best.run.step if best and best.run else 1.0
-    lines = ["  schedule         formula   clock    step  in flight  activations  fullest rank"]
-    for choice in choices:
-        mark = "*" if choice is best else " "
-        if choice.run is None:
-            lines.append(f"{mark} {choice.name:<16} refused: {choice.why[0]}"[:150])
-            continue
-        alive = f"{max(choice.live)}..{min(choice.live)}"
-        kept = "unknown" if None in choice.activations else show_bytes(max(choice.activations))
-        lines.append(
-            f"{mark} {choice.name:<16} {choice.formula:>7.1%} {choice.run.idle:>7.1%} "
-            f"{choice.run.step / least:>7.2f}  {alive:>9}  {kept:>11}  "
-            f"{show_bytes(choice.memory):>12}"
-        )
-    return "\n".join(lines)
-
-
-def prove(call: cli.Invocation, report: Report, config: Any, world: int) -> None:
-    """Train a small model in this layout on forked ranks, and hold it against one process."""
-    from curry_train.equality import prove as compare
-    from curry_train.parallel.dims import resolve
-
-    sizes = resolve(config.parallel, world).sizes
-    axes = fewer_ranks.fewer_axes(sizes, call.args.proof_ranks, ("pp",))
-    shown = " ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
-    call.progress(1, 2, f"proof on CPU ranks, {shown}")
-    fewer_ranks.import_for_ranks()
-    with tempfile.TemporaryDirectory() as folder:
-        words, ranks = fewer_ranks.small_words(config, axes, Path(folder))
-        words = [*call.args.set, *words]
-        report.numbers["proof"] = {"ranks": ranks, "axes": axes, "overrides": words}
-        try:
-            proof = compare(words, ranks, project=call.project)
-        except AssertionError as error:
-            lines = str(error).splitlines() or ["no message"]
-            verdict = "unclear" if lines[0].startswith("refused") else "fail"
-            report.check("pipeline-gradients", verdict, message=f"on {ranks} ranks: {lines[0]}")
-            return
-    judge_proof(report, proof, shown)
-
-
-def judge_proof(report: Report, proof: Any, shown: str) -> None:
-    """Gradients, norm and updates in one check, losses of steps and of validation in another."""
-    report.numbers["proof"] |= {kind: gap._asdict() for kind, gap in proof.gaps.items()}
-    kinds = {"pipeline-gradients": ("gradient", "norm", "update"), "pipeline-losses": ("loss",)}
-    for name, members in kinds.items():
-        found = [gap for kind, gap in proof.gaps.items() if kind in members]
-        worst = max(found, key=lambda gap: gap.ratio)
-        missing = proof.problems if name == "pipeline-gradients" else []
-        first = proof.gaps["gradient"] if name == "pipeline-gradients" else worst
-        wrong = bool(missing) or not worst.ratio <= 1 or not first.error <= THRESHOLDS[name]
-        message = f"{', '.join(members)} as of one process, small model with {shown}"
-        if wrong:
-            message = missing[0] if missing else f"worst {worst.name}, rank {worst.rank}"
-            message += f" ({worst.kind}): found {worst.found:.6g}, wanted {worst.wanted:.6g}"
-        report.check(
-            name,
-            "fail" if wrong else "pass",
-            value=first.error,
-            threshold=THRESHOLDS[name],
-            message=message,
-        )
-
-
-def draw(choice: Choice, path: Path, seconds: bool) -> Path | None:
-    """Draw the passes of every rank over time; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import patches, pyplot
-
-    assert choice.run is not None
-    ranks = choice.layout.dims.pp
-    unit = 1.0 if seconds else choice.run.step / 100
-    figure, axes = pyplot.subplots(figsize=(12, 1.2 + 0.45 * ranks))
-    axes.set_facecolor("#eeeeee")
-    for rank in range(ranks):
-        rows = [row for row in choice.run.spans if row[0] == rank]
-        axes.broken_barh(
-            [(start / unit, (end - start) / unit) for _, _, start, end in rows],
-            (rank - 0.4, 0.8),
-            facecolors=[COLOURS[one.kind] for _, one, _, _ in rows],
-            edgecolor="white",
-            linewidth=0.4,
-        )
-    used = [kind for kind in COLOURS if any(one.kind == kind for _, one, _, _ in choice.run.spans)]
-    handles = [patches.Patch(color=COLOURS[kind], label=LEGEND[kind]) for kind in used]
-    handles.append(patches.Patch(color="#eeeeee", label=f"idle, {choice.run.idle:.1%}"))
-    axes.legend(handles=handles, ncol=len(handles), loc="lower right", bbox_to_anchor=(1, 1))
-    axes.set(xlabel="seconds" if seconds else "% of the step", ylabel="rank", yticks=range(ranks))
-    axes.set_title(choice.name, loc="left")
-    axes.set_xlim(0, choice.run.step / unit)
-    axes.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
 
 
 if __name__ == "__main__":
