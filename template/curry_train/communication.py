@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from curry_train.activations import key_value_width, ranks_visited
-from curry_train.config import Config
+from curry_train.config import Config, ParallelConfig
 from curry_train.layout import Layout
 from curry_train.parallel.grads import BUCKET_ELEMENTS
 from curry_train.sizes import attention_flops, is_dense
 from curry_train.stages import bubble, paired_share
 
-RECOMPUTED = {"none": 0, "full": 1, "selective": 1}
-"""How often a block's forward messages are sent once more in backward."""
 SPLIT_SECONDS = (1 / 3, 1 / 3, 1 / 3)
 """Shares of forward, backward for inputs, backward for weights: a product costs the same thrice."""
 EXPERTS_EFFICIENCY = 0.5
@@ -79,9 +77,18 @@ def messages(layout: Layout, index: int) -> Iterator[Traffic]:
     yield from (row for row in rows if row.bytes > 0)
 
 
+def split_times(parallel: ParallelConfig) -> tuple[float, float, float]:
+    """Return the shares of forward, backward for inputs and for weights in the time of a stage.
+
+    The overlapped executor computes both backwards at once.
+    """
+    forward, inputs, weights = SPLIT_SECONDS
+    return (forward, inputs + weights, 0.0) if parallel.overlap else SPLIT_SECONDS
+
+
 def _passes(layout: Layout, layer: int) -> int:
-    """Count the forward passes of a block for each micro-batch."""
-    return 1 + RECOMPUTED[layout.again(layer)]
+    """Count how often a block's forward sends for each micro-batch; selective keeps what came."""
+    return 1 + (layout.again(layer) == "full")
 
 
 def _tensor_parallel(layout: Layout, index: int, blocks: list[int]) -> Iterator[Traffic]:
@@ -109,7 +116,8 @@ def _context(layout: Layout, blocks: list[int]) -> Iterator[Traffic]:
     total, calls = 0.0, 0
     ring = layout.parallel.cp_kind == "ring"
     for layer in blocks if cp > 1 else []:
-        passes = _passes(layout, layer) + ring
+        # A ring is passed round again wherever attention is made again.
+        passes = 1 + (layout.again(layer) != "none") + 1 if ring else _passes(layout, layer)
         total += (cp - 1) * own * layout.compute * passes
         total += cp * own * layout.wide if ring else (cp - 1) * own * layout.compute
         calls += (cp - 1) * passes + cp if ring else 2 * (passes + 1)
@@ -284,7 +292,7 @@ def _rank_time(layout: Layout, index: int, links: Links) -> dict[str, float | di
     one = (compute + stood) / steps / len(stages)
     idle = 0.0
     if d.pp > 1:
-        idle = bubble(parallel.schedule, d.pp, steps, *(one * share for share in SPLIT_SECONDS))
+        idle = bubble(parallel.schedule, d.pp, steps, *(one * x for x in split_times(parallel)))
     exposed = sum(found["exposed"] for found in groups.values())
     return {
         "compute": compute,
@@ -334,7 +342,8 @@ def print_communication(config: Config, world: int) -> None:
     if layout.dims.pp > 1:
         parallel, many = layout.parallel, layout.micro_batches
         stages = len(layout.stages_of(0))
-        idle = bubble(parallel.schedule, layout.dims.pp, many) / (3 * many * stages)
+        idle = bubble(parallel.schedule, layout.dims.pp, many, *split_times(parallel))
+        idle /= many * stages
         split = " ".join(str(len(blocks)) for blocks in layout.split)
         print(f"pipeline: {parallel.schedule}, blocks of each stage {split}")
         print(f"  stands idle for {idle / (1 + idle):.1%} of a step ({many} micro-batches)")
