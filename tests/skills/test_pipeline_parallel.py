@@ -75,8 +75,9 @@ def test_weights_come_after_inputs_and_a_circle_is_told():
     for one, end in ends.items():
         if one.kind == "W":
             assert end > ends[one._replace(kind="I")]
-    with pytest.raises(ValueError, match="does not come to an end"):
-        clock.run([[clock.Pass(0, "B", 0), clock.Pass(0, "F", 0)]], {0: EVEN})
+    for kinds in ("BF", "FWI"):
+        with pytest.raises(ValueError, match="does not come to an end"):
+            clock.run([[clock.Pass(0, kind, 0) for kind in kinds]], {0: EVEN})
 
 
 def test_own_orders_are_torchs():
@@ -216,6 +217,15 @@ def test_a_refused_schedule_is_named_with_the_reason(words, message, accepted, p
     assert message in checks["pipeline-refused"]["message"] and "set " in report["next"][0]
     rows = {row["schedule"]: row for row in report["numbers"].get("schedules", [])}
     assert {name for name, row in rows.items() if not row["refused"]} == accepted
+
+
+def test_overlap_is_not_judged_by_a_clock_without_messages(project, tmp_path):
+    words = ["parallel.schedule=dualpipev", "parallel.overlap=true", "data.global_batch_size=32"]
+    words += ["data.micro_batch_size=1", "--proof-ranks", 0]
+    report, _, _ = look(project, *words, cwd=tmp_path)
+    assert report["next"][0].startswith("overlap hides the messages of experts")
+    rows = {row["schedule"]: row for row in report["numbers"]["schedules"]}
+    assert rows["dualpipev"]["bubble_clock"] > 1.5 * rows["dualpipev"]["bubble_clock_even"]
 
 
 def test_measured_times_and_a_larger_world(project, tmp_path):

@@ -289,7 +289,12 @@ def judge_times(report: Report, present: Choice, best: Choice | None) -> None:
         unit="x the mean work",
         message=f"rank {rank} has {'; '.join(held)}" + (f": {advice}" if ratio > limit else ""),
     )
-    if best is not None and best is not present and best.run is not None:
+    if present.layout.parallel.overlap:
+        report.next.append(
+            "overlap hides the messages of experts, which this clock does not count: compare it "
+            "by choose-parallelism or benchmark-step"
+        )
+    elif best is not None and best is not present and best.run is not None:
         ratio = best.run.step / present.run.step
         report.next.append(
             f"parallel.schedule={best.name}: step x {ratio:.2f}, bubble {best.run.idle:.1%}, "

@@ -9,6 +9,7 @@ state        everything a check may change is put back, bit for bit
 report       checks, verdict, report.json, the short text, the ledger
 layouts      a project's configuration for some ranks, and a small model of its kind
 memory       bytes alive, highest, of the training state
+fewer_ranks  a layout cut down to the ranks that a CPU can fork
 job          the run's folder: lock, state.json, progress, detach, status, wait
 check_ids    the table of check ids
 errors       the one exception for bad input
