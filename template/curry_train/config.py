@@ -235,9 +235,6 @@ class OptimConfig:
     """Global norm that gradients are clipped to; 0 clips nothing."""
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleaved_zb", "zbv", "dualpipev"]
-
-
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes of the mesh axes."""
@@ -258,7 +255,9 @@ class ParallelConfig:
     """What dp_shard*cp ranks divide: 0 nothing, 1 moments, 2 also gradients, 3 also parameters."""
     reshard: Literal["auto"] | bool = "auto"
     """Drop gathered parameters after each forward; auto: zero=3 does, split-backward never."""
-    schedule: Schedule = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "interleaved_zb", "zbv", "dualpipev"] = (
+        "1f1b"
+    )
     """gpipe, 1f1b, interleaved1f1b, interleaved_zb, zbv or dualpipev; read when pp > 1."""
     pp_split: Literal["auto"] | list[Count] = "auto"
     """Blocks of each pipeline stage in model order; auto: even by the cost of blocks and ends."""

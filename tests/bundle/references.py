@@ -418,6 +418,7 @@ def _fits(value: str, hint: str) -> bool:
         "None": r"null",
     }
     choices = {word for kind in kinds for word in re.findall(r"'([^']+)'", kind)}
+    choices |= {word for kind in kinds if "Literal" in kind for word in re.findall(r"-?\d+", kind)}
     return bool({"str"} & kinds or {value} & choices) or any(
         re.fullmatch(patterns[kind], value) for kind in kinds if kind in patterns
     )

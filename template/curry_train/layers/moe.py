@@ -103,7 +103,7 @@ class MoE(nn.Module):
             self.shared_experts = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows that this rank's experts work on, and their routing."""
+        """Return the rows [R, D] that this rank's experts work on, and their routing."""
         if self.ep is None:
             return x_TD, routing
         return expert_parallel.dispatch(x_TD, routing, self.experts_per_rank, self.ep)

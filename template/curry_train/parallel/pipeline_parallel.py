@@ -152,7 +152,7 @@ class Pipeline:
             )
 
     def end_step(self) -> tuple[Tensor, Tensor | None]:
-        """Return the totals and counts of a step."""
+        """Return the totals [4] and counts int64 [MoE blocks, E] of a step."""
         loads, self.loads = self.loads, None
         return self.totals, loads
 
@@ -180,7 +180,7 @@ class Pipeline:
     def message(
         self, input_ids: Tensor, device: Any, *, last: bool = False, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return empty tensors like those that a stage, or the last one, returns; see `forward`."""
+        """Return empty tensors like a stage's, [B, S', D] and [B, 2], or the last one's."""
         chunk, (batch, length) = next(iter(self.chunks.values())), input_ids.shape
         tp = self.mesh.size("tp")
         shape = batch, length // tp, self.config.model.hidden_size

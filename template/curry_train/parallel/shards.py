@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     @staticmethod
     def whole(tensor: Tensor) -> Part:
-        """Return the box that is all of `tensor`."""
+        """Return the box that is all of `tensor`, any shape."""
         return Part(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def rows(self, index: int, count: int) -> Part:
@@ -67,7 +67,7 @@ class Shard:
         return self.own.tensor
 
     def local_grad(self) -> Tensor:
-        """Return the gradient of `local`, zero when backward gave none; a view, not a copy."""
+        """Return the gradient of `local`, same shape, zero when backward gave none; a view."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         return values(self.parameter.grad)
