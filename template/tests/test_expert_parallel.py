@@ -139,6 +139,25 @@ def test_the_plan_of_a_small_case_by_hand():
     assert second[4] == [[1, -1], [-1, 3], [0, 2]]
 
 
+def large_plan(rank, world):
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(-1, E, (3000, 2), generator=generator)
+    exchange = plan(ids, E // world, dist.group.WORLD)
+    owners = torch.where(ids < 0, -1, ids // (E // world))
+    wanted = [(owners == r).any(1).nonzero().flatten() for r in range(world)]
+    assert torch.equal(exchange.tokens, torch.cat(wanted)), "tokens in order, rank by rank"
+    row = torch.full((3000, world), -1, dtype=torch.int32)
+    for r, tokens in enumerate(wanted):
+        row[tokens, r] = torch.arange(len(tokens)).int() + sum(exchange.send[:r])
+    assert torch.equal(exchange.inverse, row) and exchange.inverse.is_contiguous()
+    return True
+
+
+def test_tokens_keep_their_order_in_a_large_plan():
+    """So large that a sort which is not stable shows."""
+    assert run_ranks(large_plan, 2) == [True] * 2
+
+
 @contextmanager
 def counted_syncs():
     """Count the calls that make the host wait for values of a device."""

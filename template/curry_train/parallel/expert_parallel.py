@@ -84,9 +84,8 @@ def _sum_rows(rows: Tensor, exchange: Exchange) -> Tensor:
         from curry_train.kernels.routing_ops import moe_combine
 
         return moe_combine(rows, exchange.inverse, None, None)
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    out = wide.new_zeros(len(exchange.inverse), *rows.shape[1:])
-    return out.index_add_(0, exchange.tokens, wide).to(rows.dtype)
+    out = rows.new_zeros(len(exchange.inverse), *rows.shape[1:])
+    return out.index_add_(0, exchange.tokens, rows)
 
 
 class _Pack(torch.autograd.Function):
