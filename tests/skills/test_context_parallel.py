@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+from argparse import Namespace
 
 import pytest
 from skills.targets import processes
 from skills.targets.processes import MLP, ROOT
+
+from kit import layouts
+from kit.report import Report
 
 SCRIPT = ROOT / "skills" / "context-parallel" / "scripts" / "context_parallel.py"
 IDS = {"cp-parity", "cp-bytes", "cp-balance", "cp-local-positions"}
@@ -31,7 +36,9 @@ def project(tmp_path_factory):
 
 @pytest.mark.parametrize("preset", ["gpt_oss_20b", "deepseek_v2_lite"])
 def test_windows_sinks_and_latent_attention_pass(preset, project, tmp_path):
-    report, checks, failed = run(project, "--set", f"model={preset}", cwd=tmp_path)
+    ranks = {"gpt_oss_20b": 4}.get(preset, 2)
+    words = ["--set", f"model={preset}", "--world", ranks]
+    report, checks, failed = run(project, *words, cwd=tmp_path)
     assert not failed and set(checks) == IDS, report["checks"]
     assert 0 < checks["cp-parity"]["value"] < 1e-12
     kept, link = report["numbers"]["bytes"], report["numbers"]["link"]
@@ -51,11 +58,17 @@ def test_windows_sinks_and_latent_attention_pass(preset, project, tmp_path):
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-def test_links_and_speed_turn_the_recommendation(project, tmp_path):
-    words = ["--set", "model=gpt_oss_20b", "--world", 2, "--length", 8192]
-    slow, _, _ = run(project, *words, "--tflops", 1, cwd=tmp_path)
-    fast, _, _ = run(project, *words, "--tflops", 1e6, cwd=tmp_path)
-    assert "cp_kind=ring" in slow["next"][0] and "cp_kind=all_gather" in fast["next"][0]
+def test_links_and_speed_turn_the_recommendation(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.syspath_prepend(str(ROOT / "template"))
+    script = importlib.import_module("context_parallel")
+    call = Namespace(project=ROOT / "template", args=None)
+    config, _ = layouts.load(call, ["model=gpt_oss_20b"])
+    for tflops, kind in ((1.0, "ring"), (1e6, "all_gather")):
+        report = Report("context-parallel")
+        args = Namespace(length=8192, link_gbps=50.0, tflops=tflops)
+        script.recommend(report, config, args)
+        assert report.next == [f"set parallel.cp_kind={kind} parallel.cp=8"]
 
 
 RING = "parallel/context_parallel.py"
