@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import register_dataclass
 
 from curry_train.config import ModelConfig
 from curry_train.kernels import routing_ops
@@ -47,6 +48,11 @@ class Routing:
     z_loss: Tensor
     tokens_per_expert: Tensor
     exchange: Exchange | None = None
+
+
+# fully_shard of torch 2.11 looks for the tensors of an output in pytrees alone; of a Routing that
+# is none it would see no gradient, and not gather the router's weight for its backward.
+register_dataclass(Routing)
 
 
 class TopKRouter(nn.Module):
@@ -345,26 +351,39 @@ def looks_ahead(config: ModelConfig) -> str | None:
 def chosen_tokens(scores_BSE: Tensor, limit_B: Tensor, pad_mask: Tensor | None) -> Tensor:
     """Return bool [B, S, E]: each expert takes its limit [B] of tokens with the best scores.
 
-    Ties go to the earliest token; padding is never taken.
+    Ties, see `rounded`, go to the earliest token; padding is never taken.
     """
+    scores_BSE = rounded(scores_BSE.detach())
     if pad_mask is not None:
         scores_BSE = scores_BSE.masked_fill(~pad_mask[..., None], -1)
-    order = scores_BSE.detach().sort(dim=1, descending=True, stable=True).indices
+    order = scores_BSE.sort(dim=1, descending=True, stable=True).indices
     chosen = order.argsort(1) < limit_B[:, None, None]
     return chosen if pad_mask is None else chosen & pad_mask[..., None]
+
+
+def rounded(scores: Tensor) -> Tensor:
+    """Return scores of float32 or float64, any shape, not negative, without their last bits.
+
+    Tokens that are equal to a router, such as a character that is repeated at the beginning, differ
+    by rounding errors only, and those depend on batch sizes and ranks: they must be a tie. 15 bits
+    of the fraction stay in float32, 23 in float64.
+    """
+    bits, whole = (29, torch.int64) if scores.dtype == torch.float64 else (8, torch.int32)
+    nearest = scores.contiguous().view(whole) + (1 << (bits - 1))
+    return (nearest >> bits << bits).view(scores.dtype)
 
 
 def within_capacity(ids_BSK: Tensor, weights_BSK: Tensor, limit_B: Tensor, policy: str) -> Tensor:
     """Return bool [B, S, K]: the choices that their expert has a place for.
 
     Shapes: ids int64 and weights [B, S, K]; limit int64 [B], places of an expert in a sequence.
-    policy weight fills places from the largest weight down (ties: the earliest token), position
-    from the first token on.
+    policy weight fills places from the largest weight down (ties, see `rounded`: the earliest
+    token), position from the first token on.
     """
     flat = ids_BSK.flatten(1)
     order = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
     if policy == "weight":
-        ranking = weights_BSK.detach().flatten(1)
+        ranking = rounded(weights_BSK.detach()).flatten(1)
         order = ranking.sort(dim=1, descending=True, stable=True).indices
     # Stable: inside an expert's queue the order stays.
     queued, by_expert = flat.gather(1, order).sort(dim=1, stable=True)
