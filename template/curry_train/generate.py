@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curry_train.config import Config
 from curry_train.data.tokenizer import Tokenizer
 from curry_train.parallel.collectives import stack_ranks, sum_forward
 from curry_train.parallel.context_parallel import take
@@ -40,8 +39,9 @@ def generate(
 
     Each token reads the last `context` ids. temperature 0 takes the most likely token; above 0
     the softmax of logits / temperature is sampled by a generator of its own, so the training
-    randomness is untouched. Ends before `stop_id` when given. Ranks of a mesh that share the model
-    call this together; rank 0 decides. Group: world.
+    randomness is untouched. Ends before `stop_id` when given. All ranks of a mesh call this
+    together, also those with a whole model, which would else wait without a sign; rank 0 decides.
+    Group: world.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -115,8 +115,6 @@ def write_sample(runtime: Runtime, run: Run) -> None:
         if mesh.rank == 0:
             tell(f"sample it with: python -m curry_train.generate {run.dir}")
         return
-    if mesh.rank != 0 and not shares_model(mesh, config):
-        return
     text = sample_text(
         runtime.model,
         runtime.corpus.tokenizer,
@@ -124,17 +122,11 @@ def write_sample(runtime: Runtime, run: Run) -> None:
         max_tokens=config.run.sample_tokens,
         context=config.data.seq_len,
         seed=config.seed,
-        mesh=mesh if shares_model(mesh, config) else None,
+        mesh=mesh,
     )
     if mesh.rank == 0:
         run.sample(runtime.step, text)
         tell(f"sample: {text}")
-
-
-def shares_model(mesh: Mesh, config: Config) -> bool:
-    """Tell whether a forward pass on one rank needs other ranks."""
-    sizes = mesh.dims
-    return sizes.tp * sizes.cp * sizes.ep > 1 or (mesh.world > 1 and config.parallel.zero >= 2)
 
 
 def main(argv: list[str]) -> int:

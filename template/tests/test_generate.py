@@ -1,6 +1,7 @@
 """Text from a checkpoint: greedy is the argmax, sampling repeats by its seed, paths are checked."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from curry_train.checkpoint import manifest_sha256
 from curry_train.compose import load_config
 from curry_train.config import Config, ModelConfig
 from curry_train.data import open_corpus
-from curry_train.generate import choose, generate, main
+from curry_train.generate import choose, generate, main, write_sample
 from curry_train.models.protocol import build_model
 from curry_train.parallel.mesh import build_mesh
 from curry_train.runtime import assemble
@@ -135,6 +136,25 @@ def test_ranks_that_share_a_model_write_the_text_of_one_process(layout):
     alone = text_of_one()
     assert len({tuple(ids) for ids in alone}) == 6, "no two of the texts are the same"
     assert run_ranks(text_of_rank, world, (f"devices={world}", *words)) == [alone] * world
+
+
+def tokens_chosen(rank, world, words):
+    runtime, seen = runtime_on(rank, (*words, "run.sample_tokens=5")), []
+
+    def watched(*args):
+        seen.append(args)
+        return choose(*args)
+
+    curry_train.generate.choose = watched
+    write_sample(runtime, SimpleNamespace(sample=lambda step, text: None))
+    return len(seen)
+
+
+@pytest.mark.parametrize("words", [(), ("parallel.zero=1",)])
+def test_ranks_with_a_whole_model_sample_too_and_wait_a_token_at_most(words):
+    """One that samples alone would outlast run.comm_timeout of the others with a long text."""
+    (first, second) = run_ranks(tokens_chosen, 2, ("devices=2", *words))
+    assert first == second > 0
 
 
 def capacity_text(rank, world, words):

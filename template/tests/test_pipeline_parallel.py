@@ -126,6 +126,7 @@ CASES = {
     "dense first": "parallel.schedule=gpipe model.first_k_dense_replace=3" + EXPERTS,
     "dense first, split backward": "parallel.schedule=interleaved_zb parallel.pp_split=[1,1,2,1]"
     " model.num_hidden_layers=5 model.first_k_dense_replace=2" + EXPERTS,
+    "dense alone": "parallel.schedule=1f1b model.first_k_dense_replace=4" + EXPERTS,
     "tied zbv": "parallel.schedule=zbv model.tie_word_embeddings=true parallel.zero=2" + EXPERTS,
     "tied dualpipev": "parallel.schedule=dualpipev model.tie_word_embeddings=true parallel.tp=2"
     " parallel.pp_split=[2,1,1,1] model.num_hidden_layers=5" + EXPERTS,

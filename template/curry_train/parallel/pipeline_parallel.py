@@ -145,8 +145,8 @@ class Pipeline:
         """Empty the totals and counts of a step."""
         model = self.config.model
         self.scale, self.totals = runtime.loss_scale.value, zero_totals(self.mesh.device)
-        if model.num_experts:
-            rows = model.num_hidden_layers - model.first_k_dense_replace
+        rows = model.num_hidden_layers - model.first_k_dense_replace
+        if model.num_experts and rows:
             self.loads = torch.zeros(
                 rows, model.num_experts, dtype=torch.int64, device=self.mesh.device
             )
