@@ -58,7 +58,7 @@ def train(config: Config, argv: list[str]) -> int:
                 give_up = None if last else lambda: agreed(signals.code, mesh)
                 row |= validate(runtime, run, progress, give_up)
             if last or step == 1 or "val/loss" in row or due(step, config.run.log_every):
-                run.log(step, {**row, "memory_bytes": peak_memory(mesh.device)})
+                run.log(step, {**row, "memory_bytes": agreed(peak_memory(mesh.device), mesh)})
             if broken:
                 status, reason = "aborted", broken
                 break

@@ -270,8 +270,8 @@ FAULTS = {
     ),
     "a bias that is left out": (
         "curry_train/layers/linear.py",
-        "F.linear(x, self.weight.to(x.dtype), bias)",
-        "F.linear(x, self.weight.to(x.dtype))",
+        "F.linear(x, local(self.weight).to(x.dtype), bias)",
+        "F.linear(x, local(self.weight).to(x.dtype))",
         "sinks",
         "attention-parity",
     ),

@@ -91,9 +91,9 @@ def test_coefficients_are_those_of_the_combination():
     mixed["a"] = mixed["a"] + 1
     assert accumulation_proof.coefficients(mixed, sums) is None
     assert accumulation_proof.fault_of([1 / 6, 1 / 6], [2, 4]) is None
-    assert accumulation_proof.fault_of([1 / 4, 1 / 8], [2, 4]) == "mean-of-means"
-    assert accumulation_proof.fault_of([1 / 2, 1 / 4], [2, 4]) == "not-divided"
-    assert accumulation_proof.fault_of([0.0, 1 / 6], [2, 4]) == "zeroes-between"
+    assert accumulation_proof.fault_of([1 / 4, 1 / 8], [2, 4]) == "accumulation-mean-of-means"
+    assert accumulation_proof.fault_of([1 / 2, 1 / 4], [2, 4]) == "accumulation-not-divided"
+    assert accumulation_proof.fault_of([0.0, 1 / 6], [2, 4]) == "accumulation-zeroes-between"
     assert accumulation_proof.fault_of([0.3, 0.1], [2, 4]) == "unknown"
 
 

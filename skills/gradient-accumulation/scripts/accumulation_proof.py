@@ -20,10 +20,11 @@ FLOOR = 1e-6
 EXPLAINED = 1e-5
 """Relative error up to which a combination or a pattern counts as found."""
 FAULTS = {
-    "mean-of-means": "means of micro-batches are averaged, so a target in a short one counts more; "
-    "add sums and divide by all targets",
-    "not-divided": "the gradient is not divided by the number of all targets",
-    "zeroes-between": "only the last micro-batch reaches the optimizer; zero_grad once a step",
+    "accumulation-mean-of-means": "means of micro-batches are averaged, so a target in a short one "
+    "counts more; add sums and divide by all targets",
+    "accumulation-not-divided": "the gradient is not divided by the number of all targets",
+    "accumulation-zeroes-between": "only the last micro-batch reaches the optimizer; zero_grad "
+    "once a step",
 }
 
 
@@ -120,18 +121,18 @@ def near(values: list[float], wanted: list[float]) -> bool:
 
 
 def fault_of(found: list[float], counts: list[int]) -> str | None:
-    """Name what the coefficients of an unclipped step mean: an id's last words, None if right."""
+    """Name what the coefficients of an unclipped step mean: a check id, None if right."""
     k, total = len(counts), sum(counts)
     if near(found, [1 / total] * k):
         return None
     size = max(map(abs, found))
     if size and all(abs(value) <= EXPLAINED * size for value in found[:-1]):
-        return "zeroes-between"
+        return "accumulation-zeroes-between"
     means = [value * count for value, count in zip(found, counts, strict=True)]
     if near(means, [1 / k] * k):
-        return "mean-of-means"
+        return "accumulation-mean-of-means"
     if near(means, [means[0]] * k) or near(found, [found[0]] * k):
-        return "not-divided"
+        return "accumulation-not-divided"
     return "unknown"
 
 
@@ -219,9 +220,9 @@ def judge_pattern(
     report.numbers["coefficients_times_targets"] = found and [a * sum(counts) for a in found]
     for name, message in FAULTS.items():
         verdict = "fail" if fault == name else "pass" if found is not None else "skipped"
-        report.check(f"accumulation-{name}", verdict, message=message if verdict == "fail" else "")
+        report.check(name, verdict, message=message if verdict == "fail" else "")
     tight = coefficients(clipped.steps[-1], sums) if len(clipped.steps) == 1 else None
-    if found is None or tight is None or fault == "zeroes-between":
+    if found is None or tight is None or fault == "accumulation-zeroes-between":
         report.check(
             "accumulation-clips-each", "skipped", message="no combination of micro-batches"
         )
