@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,7 +23,20 @@ FRESH = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest tests first, so that no worker is left alone with one at the end."""
+    """Start the longest tests first, so that no worker is left alone with one at the end.
+
+    Of a test marked sampled(n) every n-th case runs, all of them with CURRY_TRAIN_FULL=1.
+    """
+    seen: Counter[str] = Counter()
+    skip = pytest.mark.skip(reason="one of many alike cases (--full)")
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None or os.environ.get("CURRY_TRAIN_FULL"):
+            continue
+        name = item.nodeid.partition("[")[0]
+        if seen[name] % marker.args[0]:
+            item.add_marker(skip)
+        seen[name] += 1
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

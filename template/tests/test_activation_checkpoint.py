@@ -359,6 +359,7 @@ def test_selective_refuses_a_kept_result_that_was_written_over():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", SETTINGS)
+@pytest.mark.sampled(3)
 def test_a_split_backward_makes_each_block_again_once(family, recompute):
     """As zero-bubble schedules do: one call for the input, one for each group of weights."""
     model = model_of(family)

@@ -194,6 +194,7 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_memory_of_states_is_that_of_real_ranks(name, measured):
     config, world = config_of(name)
     each = world // config.parallel.pp
@@ -205,6 +206,7 @@ def test_memory_of_states_is_that_of_real_ranks(name, measured):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_messages_are_those_of_real_ranks(name, measured):
     config, world = config_of(name)
     layout = Layout(config, world)
@@ -248,6 +250,7 @@ def saved_on_rank(rank, world, name, folder):
 @pytest.mark.parametrize(
     "name", ["zero 0", "tp", "tp, zero 1", "cp", "cp, zero 0", "ep", "cp, tp, ep"]
 )
+@pytest.mark.sampled(3)
 def test_activations_are_within_a_few_percent_of_what_ranks_keep(name, tmp_path):
     config, world = config_of(name)
     open_corpus(config.data, cache_dir=tmp_path)

@@ -148,6 +148,7 @@ def check(world, case, kind, tolerance=1e-13, dtype=torch.float64, mutate=None):
 @pytest.mark.parametrize("kind", cp.KINDS)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(2)
 def test_it_equals_attention_on_the_whole_sequence(name, world, kind):
     check(world, CASES[name], kind)
 

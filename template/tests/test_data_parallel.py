@@ -118,6 +118,7 @@ def measured(rank, world, words):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_bytes_of_every_rank(layout, zero):
     world, axes = LAYOUTS[layout]
     dims = ParallelDims(**axes).resolve(world)

@@ -111,6 +111,7 @@ def scored(rank, world, words):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_every_layout_scores_as_one_process(layout):
     world, words = LAYOUTS[layout]
     model = [word for word in words if word.startswith("model.")]

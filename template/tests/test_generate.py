@@ -131,6 +131,7 @@ def text_of_one() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(2)
 def test_ranks_that_share_a_model_write_the_text_of_one_process(layout):
     world, words = LAYOUTS[layout]
     alone = text_of_one()

@@ -114,6 +114,7 @@ def check(corpus):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(4)
 def test_equals_one_process(name, check):
     world, words = CASES[name]
     proof = check(words, world)
@@ -235,6 +236,7 @@ def differences(rank, world, config, corpus):
     ],
     ids=["ep", "tp-full", "zero-3-selective", "dense"],
 )
+@pytest.mark.sampled(3)
 def test_every_order_gives_the_same_bits(world, words, precision, corpus):
     words = [f"devices={world}", f"precision={precision}", *overrides_of(words)]
     config = load_config(words, project=None)

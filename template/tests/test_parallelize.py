@@ -113,6 +113,7 @@ def check(case: str, **changes) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_values_at_the_start_are_those_of_one_process(case):
     check(case)
 

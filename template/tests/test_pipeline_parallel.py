@@ -110,6 +110,7 @@ COUNTS += [("zbv", 4, 2), ("zbv", 4, 9), ("dualpipev", 4, 9), ("gpipe", 4, 1)]
 
 @dist
 @pytest.mark.parametrize(("schedule", "pp", "count"), COUNTS)
+@pytest.mark.sampled(4)
 def test_any_number_of_micro_batches(corpus, schedule, pp, count):
     layers = 4 if pp == 2 else 8
     text = f"parallel.pp={pp} parallel.schedule={schedule} data.micro_batch_size=1"
@@ -145,6 +146,7 @@ CASES = {
 
 @dist
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_pipelines_meet_everything_else(corpus, name):
     text = f"parallel.pp=2 data.micro_batch_size=1 data.global_batch_size=8 {CASES[name]}"
     world = 2 if "dense" in name or name in ("uneven split", "documents") else 4
@@ -204,6 +206,7 @@ def losses(rank: int, world: int, config, corpus) -> list[float]:
 @dist
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "dualpipev"])
+@pytest.mark.sampled(3)
 def test_validation_between_steps(corpus, schedule, zero):
     text = f"precision=fp64 data.global_batch_size=16 data.micro_batch_size=2{EXPERTS}"
     wanted = losses(0, 1, config_of(text), corpus)

@@ -193,6 +193,7 @@ def sources(request, tmp_path_factory) -> tuple[bool, list[Path]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(2)
 def test_a_layout_loads_what_every_layout_saved_bit_for_bit(sources, layout):
     few, paths = sources
     compared = on_ranks(load_layout, layout, paths, layout, few)
@@ -525,6 +526,7 @@ def runs(request, tmp_path_factory) -> tuple[ModelConfig, list[Path], list[tuple
     return model, paths, thirds
 
 
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_in_another_layout_with_every_bit_and_the_same_loss(runs):
     model, paths, thirds = runs
     assert np.allclose(thirds, thirds[0], rtol=1e-10, atol=0)
@@ -533,6 +535,7 @@ def test_a_run_goes_on_in_another_layout_with_every_bit_and_the_same_loss(runs):
             assert np.allclose(outs, thirds, rtol=1e-12, atol=0), layout
 
 
+@pytest.mark.sampled(2)
 def test_every_layout_saves_the_names_and_numbers_of_one_process(runs):
     _, paths, _ = runs
     wanted, *others = (truth_of(path) for path in paths)

@@ -100,6 +100,7 @@ def peak_of(passes):
 
 @pytest.mark.parametrize("pp, micro_batches", SIZES)
 @pytest.mark.parametrize("schedule", [*TABLES, "1f1b"])
+@pytest.mark.sampled(2)
 def test_bubble_and_live_micro_batches_are_those_of_the_table(schedule, pp, micro_batches):
     if schedule == "dualpipev" and micro_batches < 2 * pp:
         pytest.skip("refused")
