@@ -266,7 +266,11 @@ def advise(report: Report, present: Any, base: Any, found: Any, room: float, lin
         if fits:
             return
         best = min(found.fitting, key=lambda one: (one.complexity, one.bytes))
-    if fits and present.total <= best.total * THRESHOLDS["parallelism-speed"]:
+    if (
+        present is not None
+        and fits
+        and present.total <= best.total * THRESHOLDS["parallelism-speed"]
+    ):
         reject(report, found, found.fitting, base, -1, present)
         return
     words = " ".join(best.overrides())

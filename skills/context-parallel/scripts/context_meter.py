@@ -142,10 +142,10 @@ def compare(whole: Any, split: Any, batch: dict, mesh: Any, name: str) -> list[t
         rows.append((title, "output", error(out.detach(), reference.detach()[:, own]), False))
         out.backward(grad[:, own].contiguous())
         reference.backward(grad)
-        rows.append(
-            (title, "gradient of the input", error(mine.grad, all_of_it.grad[:, own]), False)
-        )
-        theirs, floor = dict(other.named_parameters()), NOISE * float(all_of_it.grad.norm())
+        whole_grad = all_of_it.grad
+        assert whole_grad is not None
+        rows.append((title, "gradient of the input", error(mine.grad, whole_grad[:, own]), False))
+        theirs, floor = dict(other.named_parameters()), NOISE * float(whole_grad.norm())
         for parameter, value in layer.named_parameters():
             found = value.grad.clone()
             dist.all_reduce(found, group=group)

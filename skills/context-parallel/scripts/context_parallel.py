@@ -209,7 +209,8 @@ def recommend(report: Report, config: Any, args: Any) -> None:
         one = replace(config, parallel=layout, data=data)
         world = ParallelDims.of(layout).world
         sent = sum(size for group, _, size, _ in communication(one, world) if group == "cp")
-        cp = step_time(one, world, links)["communication"].get("cp", {})
+        times: dict[str, Any] = step_time(one, world, links)
+        cp = times["communication"].get("cp", {})
         memory = estimate(one, world)
         found[kind] = {
             "link_bytes": sent,

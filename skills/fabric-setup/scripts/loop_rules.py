@@ -287,14 +287,15 @@ def forward_methods(loop: Loop) -> Iterator[Finding]:
         if not isinstance(call.func, ast.Attribute):
             continue
         name, receiver = call.func.attr, call.func.value
-        bypass = isinstance(receiver, ast.Attribute) and receiver.attr in BEHIND
         if name in BEHIND and program.has(receiver, "model", ready=True):
             yield Finding(
                 id, call, f"{ast.unparse(call.func)} goes past DDP, which then reduces nothing",
                 f"call {ast.unparse(receiver)} itself",
             )  # fmt: skip
             continue
-        holder = receiver.value if bypass else receiver
+        holder = receiver
+        if isinstance(receiver, ast.Attribute) and receiver.attr in BEHIND:
+            holder = receiver.value
         if not program.has(holder, "model", ready=True) or name in MODULE_API | marked:
             continue
         if _runs_layers(loop, holder, name):

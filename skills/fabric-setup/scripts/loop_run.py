@@ -7,6 +7,7 @@ sampler draws the same order for both.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -76,7 +77,7 @@ def _fabric_class(function: Any) -> Any:
     try:
         from lightning_fabric import Fabric
     except ImportError:
-        from lightning.fabric import Fabric
+        return importlib.import_module("lightning.fabric").Fabric
     return Fabric
 
 
@@ -114,7 +115,8 @@ def _collect(pipes: list[Any], timeout: float) -> list[dict[str, Any]] | str:
     failures: list[tuple[float, str]] = []
     while len(answers) < len(pipes) and time.monotonic() < deadline:
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-        for pipe in multiprocessing.connection.wait(waiting, timeout=0.5):
+        ready: list[Any] = multiprocessing.connection.wait(waiting, timeout=0.5)
+        for pipe in ready:
             rank = pipes.index(pipe)
             try:
                 kind, value = pipe.recv()
@@ -147,13 +149,12 @@ def _rank_main(place: tuple[Any, ...], work: tuple[Any, ...]) -> None:
     )  # fmt: skip
     os.environ.pop("LT_CLI_USED", None)
     try:
-        import torch
         import torch.distributed as dist
 
+        torch = sys.modules["torch"]
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
-        )
+        shared = torch.distributed.FileStore(store, world)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
         recorder = Recorder(fabric_class, world, steps)
         seed_everything(seed)
         os.chdir(tempfile.mkdtemp(dir=os.path.dirname(store)))  # checkpoints of the loop go here

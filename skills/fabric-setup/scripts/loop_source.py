@@ -206,8 +206,10 @@ class Program:
     def _assignments(self) -> None:
         for node in self.nodes:
             for target, value in pairs(node):
-                several = isinstance(node, ast.Assign) and isinstance(target, ast.Tuple)
-                for element in target.elts if several else [target]:
+                elements = [target]
+                if isinstance(node, ast.Assign) and isinstance(target, ast.Tuple):
+                    elements = target.elts
+                for element in elements:
                     slot = self.slot(element)
                     if slot is not None:
                         self.assigned.setdefault(slot, []).append(value)

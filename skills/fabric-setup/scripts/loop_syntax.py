@@ -23,8 +23,11 @@ def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield each target of a binding with its value; a loop's target with what is iterated."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-            if both and len(target.elts) == len(node.value.elts):
+            if (
+                isinstance(target, ast.Tuple)
+                and isinstance(node.value, ast.Tuple)
+                and len(target.elts) == len(node.value.elts)
+            ):
                 yield from zip(target.elts, node.value.elts, strict=True)
             else:
                 yield target, node.value

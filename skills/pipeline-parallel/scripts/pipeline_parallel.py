@@ -106,9 +106,10 @@ def look(call: cli.Invocation) -> Report:
     from curry_train.config import config_hash
 
     torch = sys.modules["torch"]
+    unused: Any = None  # the proof's ranks build their own model
     call.target = Target(
-        None, None, None, None, torch.device("cpu"), config_hash(config), "project"
-    )  # type: ignore[arg-type]
+        unused, unused, unused, unused, torch.device("cpu"), config_hash(config), "project"
+    )
     world = call.args.world or fewest_ranks(config)
     parts = None
     if call.args.measure:
@@ -169,7 +170,7 @@ def load(call: cli.Invocation) -> tuple[Any, list[str], dict[str, str]]:
 
 def pairs(words: list[str]) -> dict[str, str]:
     """Return the settings of a command line by key."""
-    return dict(word.partition("=")[::2] for word in words)
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
 
 
 def about_pipeline(problems: list[str]) -> bool:

@@ -25,7 +25,7 @@ def by_flop(layout: Any) -> dict[str | int, Times]:
 
     model, length = layout.model, layout.config.data.seq_len
     tokens = layout.tokens / layout.dims.tp
-    found = {"embedding": Times(0.0, 0.0, 0.0)}
+    found: dict[str | int, Times] = {"embedding": Times(0.0, 0.0, 0.0)}
     head = 2.0 * model.vocab_size * model.hidden_size * tokens
     found["head"] = Times(head, head, head)
     for layer, cost in enumerate(layout.costs):
@@ -61,7 +61,7 @@ def _chunk(layout: Any, layer: int, device: str) -> tuple[Any, Any]:
     from curry_train.models.protocol import give_memory, meta_model
 
     torch = sys.modules["torch"]
-    chunk = meta_model(layout.config)
+    chunk: Any = meta_model(layout.config)
     chunk.keep_stage([layer], first=True, last=True)
     give_memory(chunk, device)
     for name, parameter in chunk.named_parameters():

@@ -113,6 +113,7 @@ def split_on_rank(rank: int, world: int, config: Any) -> dict[str, Any]:
 
     mesh = mesh_of(config, rank)
     alone = replace(config, parallel=replace(config.parallel, tp=1))
+    whole: Any
     (whole,), _ = build_chunks(alone, Mesh.single())
     (split,), _ = build_chunks(config, mesh)
     rows = list(layers(whole, split, config.data.seq_len, mesh))
@@ -270,6 +271,7 @@ def timed(config: Any, mesh: Any) -> dict[str, float]:
     config = replace(config, model=model, precision="fp32")
     alone = replace(config, parallel=replace(config.parallel, tp=1))
     found = {}
+    chunk: Any
     for name, one, where in (("cpu_split", config, mesh), ("cpu_whole", alone, Mesh.single())):
         (chunk,), _ = build_chunks(one, where)
         layer, seconds = chunk.layers["0"].mlp, []

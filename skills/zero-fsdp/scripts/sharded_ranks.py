@@ -69,7 +69,7 @@ def _rank(rank: int, ranks: int, folder: str, pipe: Any, spec: str, loop: str | 
         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400",
     }  # fmt: skip
     try:
-        store = dist.FileStore(os.path.join(folder, "store"), ranks)
+        store = torch.distributed.FileStore(os.path.join(folder, "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         dist.init_process_group = lambda *args, **kwargs: None  # the user's own, done already
         found = _found(spec, loop, project, seed)

@@ -66,8 +66,9 @@ def as_part(tensor: Tensor | Part) -> Part:
         return tensor
     if not hasattr(tensor, "__create_chunk_list__"):  # torch's word for checkpoints, of DTensor
         return Part.whole(tensor)
-    (chunk,) = tensor.__create_chunk_list__()
-    return Part(tensor.detach().to_local(), tuple(tensor.shape), tuple(chunk.offsets))
+    sharded: Any = tensor
+    (chunk,) = sharded.__create_chunk_list__()
+    return Part(sharded.detach().to_local(), tuple(tensor.shape), tuple(chunk.offsets))
 
 
 def box_of(part: Part) -> Box:
