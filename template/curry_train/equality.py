@@ -40,6 +40,14 @@ from curry_train.runtime import Runtime, assemble
 from curry_train.step import train_step
 from curry_train.testing import run_ranks
 
+USAGE = """usage: python -m curry_train.equality KEY=VALUE ...
+
+Takes the words of train.py, such as parallel.tp=2 parallel.ep=4, and proves on this machine's CPU
+that the ranks of this layout train as one process does: three steps in float64, every gradient,
+weight, norm and loss. The ranks are as many as the axes need, or devices=N. The whole model is
+in memory several times, so take one of the tiny ones with the layout of a large one.
+
+Exit codes: 0 equal, 1 not equal, 2 refused. `python train.py --help` lists the settings."""
 STEPS = 3
 GRADIENT = 1e-12
 """Largest error of a gradient or norm, over its largest element or 1e-6 of the global norm."""
@@ -361,7 +369,14 @@ def ranks_named(config: Config) -> int:
 
 def main(argv: list[str]) -> int:
     """Prove the layout of a command line."""
+    if {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0
     world = ranks_named(load_or_exit([word for word in argv if word != "accelerator=cpu"]))
+    if world == 1:
+        more = "set an axis, such as parallel.tp=2, or devices=2"
+        print(f"nothing to compare: these settings make one rank; {more}", file=sys.stderr)
+        return 2
     try:
         proof = prove(argv, world)
     except ConfigError as error:

@@ -123,6 +123,7 @@ def test_resolve_returns_integers_and_fills_dp_shard(axes, world, filled):
     ("axes", "world", "numbers", "way"),
     [
         ({"tp": 3}, 4, "parallel.tp=3 make 3 ranks, but 4", "product divides 4"),
+        ({"tp": 2}, 1, "make 2 ranks, but 1 was started", "such as devices=2"),
         ({"pp": 4, "tp": 4}, 8, "parallel.tp=4 make 16 ranks, but 8", "product divides 8"),
         ({"dp_shard": 2}, 4, "parallel.dp_shard=2", "leave parallel.dp_shard at -1"),
         ({"dp_shard": 4}, 2, "make 4 ranks, but 2 were started", "leave parallel.dp_shard at -1"),

@@ -57,6 +57,16 @@ def test_a_command_refuses_what_train_refuses(capsys):
     assert "parallel.tp=2" in capsys.readouterr().err
 
 
+def test_one_rank_is_nothing_to_compare(capsys):
+    assert equality.main([*SMALL, "parallel.zero=3"]) == 2
+    assert "such as parallel.tp=2, or devices=2" in capsys.readouterr().err
+
+
+def test_help_is_of_this_command(capsys):
+    assert equality.main(["--help"]) == 0
+    assert "python -m curry_train.equality KEY=VALUE" in capsys.readouterr().out
+
+
 @pytest.mark.dist
 def test_a_rank_that_fails_is_told(capsys, monkeypatch):
     def broken(*_):

@@ -84,8 +84,10 @@ class ParallelDims:
             terms = " * ".join(f"parallel.{axis}={size}" for axis, size in sizes.items())
             way = "leave parallel.dp_shard at -1 to fill the world"
             if self.dp_shard == -1:
-                way = f"set the others so that their product divides {world}"
-            raise ValueError(f"{terms} make {dims.world} ranks, but {world} were started; {way}")
+                way = f"start a multiple of {others} ranks, such as devices={others}"
+                way += f", or set the others so that their product divides {world}"
+            started = f"{world} {'was' if world == 1 else 'were'} started"
+            raise ValueError(f"{terms} make {dims.world} ranks, but {started}; {way}")
         return dims
 
     def fewest(self) -> ParallelDims:
