@@ -432,6 +432,7 @@ def takes_two(function):
 
 
 @pytest.mark.parametrize("family", ["dense", "moe", "spiking"])
+@pytest.mark.sampled(3)
 def test_compiled_blocks_give_the_same_gradients(family):
     torch._dynamo.reset()
     batch = batch_of()

@@ -149,6 +149,7 @@ def test_a_rank_without_a_single_label(check, words, kind):
 
 
 @pytest.mark.parametrize("words", ["tp=2 ep=2", "cp=2 zero=3 recompute=full", "pp=2 zero=1"])
+@pytest.mark.sampled(3)
 def test_compiled_blocks(check, monkeypatch, words):
     """Traced and differentiated as torch.compile does, without the minutes of generating code."""
     real, calls = torch.nn.Module.compile, []
@@ -217,6 +218,7 @@ def mesh_of(config: Config, rank: int) -> Mesh:
 
 
 @pytest.mark.parametrize("documents", ["true", "false"])
+@pytest.mark.sampled(2)
 def test_the_last_validation_batch_is_uneven(make_corpus, documents):
     """Every mesh gives one process's loss, however many ranks find nothing in the last round."""
     corpus = make_corpus(val_fraction=0.03)
