@@ -161,6 +161,14 @@ def test_a_layout_that_the_rules_refuse_fails_with_their_reason(choose):
     assert 8 % int(settings(report)["parallel.dp_shard"]) == 0
 
 
+def test_what_is_proposed_takes_back_what_was_refused(choose):
+    words = ["--preset", "llama3_8b", "--gpus", 8, "--node", "h100", *BF16]
+    words += ["parallel.pp=3", "parallel.recompute=full", "data.global_batch_size=64"]
+    report, _, _ = choose(*words)
+    found = settings(report)
+    assert found["parallel.pp"] == "1" and "parallel.recompute" in found
+
+
 def kernel(name, start, length, stream=7):
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": length, "tid": stream}
 

@@ -83,6 +83,16 @@ class Candidate:
             found += [f"parallel.recompute={parallel.recompute}"]
         return [*found, f"data.micro_batch_size={self.micro_batch}"]
 
+    def instead_of(self, present: Any) -> list[str]:
+        """Return what to set where `present`, a parallel configuration, stands; see overrides."""
+        found, own = self.overrides(), self.config.parallel
+        named = {word.partition("=")[0] for word in found}
+        for field in ("pp", "dp_replicate", "cp", "tp", "ep", "recompute", "overlap"):
+            value = getattr(own, field)
+            if f"parallel.{field}" not in named and getattr(present, field) != value:
+                found.append(f"parallel.{field}={str(value).lower()}")
+        return found
+
     @property
     def micro_batch(self) -> int:
         """Samples of a micro-batch."""

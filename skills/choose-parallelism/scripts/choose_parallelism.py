@@ -273,11 +273,11 @@ def advise(report: Report, present: Any, base: Any, found: Any, room: float, lin
     ):
         reject(report, found, found.fitting, base, -1, present)
         return
-    words = " ".join(best.overrides())
+    words = best.instead_of(base.config.parallel)
     new = [name for name in best.used if name not in base.used] or ["micro-batch"]
     time = "" if best.total is None else f", step {best.total:.3g} s"
-    report.next.append(f"{' + '.join(new)} ({gib(best.bytes)}{time}); set {words}")
-    report.numbers["next"] = {"primitives": new, "overrides": best.overrides()}
+    report.next.append(f"{' + '.join(new)} ({gib(best.bytes)}{time}); set {' '.join(words)}")
+    report.numbers["next"] = {"primitives": new, "overrides": words}
     reject(report, found, found.fitting, base, best.level(base), best)
 
 
@@ -320,7 +320,8 @@ def enough_gpus(base: Any, room: float) -> str:
         if found.fitting:
             one = min(found.fitting, key=lambda one: (one.complexity, one.bytes))
             new = " + ".join(name for name in one.used if name not in base.used)
-            words = f"{world} GPUs: {new}: {' '.join(one.overrides())} ({gib(one.bytes)})"
+            words = f"{world} GPUs: {new}: {' '.join(one.instead_of(base.config.parallel))}"
+            words += f" ({gib(one.bytes)})"
             simple = one.level(base) <= candidates.LADDER.index("zero 3")
             if first:
                 return f"{words}; or {first}" if simple else first
