@@ -19,11 +19,12 @@ ENTRY = ["template/train.py", "template/sweep.py"]
 SHIPPED = [PACKAGE, *ENTRY, "skills", "hooks"]
 """Code that reaches users; tests are not among it."""
 
-PACKAGE_LINES, REACH_LINES = 11000, 10400
-"""Without the kernels and parallelism, which are counted by themselves, below."""
+PACKAGE_LINES, REACH_LINES = 10000, 9500
+"""Without the kernels, parallelism and checkpoints, which are counted by themselves, below."""
 KERNELS = f"{PACKAGE}/kernels"
 PARALLEL = f"{PACKAGE}/parallel"
-OWN_LINES = {KERNELS: 5000, PARALLEL: 3200}
+CHECKPOINT = f"{PACKAGE}/checkpoint"
+OWN_LINES = {KERNELS: 5000, PARALLEL: 3200, CHECKPOINT: 3400}
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 450, 60, 120
 LAZY = {
     "lightning",
