@@ -69,7 +69,11 @@ class ModelConfig:
     rms_norm_eps: Positive = 1e-6
     """Added to the mean square inside RMSNorm."""
     qk_norm: bool = True
-    """RMSNorm on queries and keys per head, as Qwen3."""
+    """RMSNorm on queries and keys."""
+    qk_norm_width: Literal["head", "projection"] = "head"
+    """What qk_norm takes the mean square of: each head, as Qwen3, or all heads, as OLMoE."""
+    clip_qkv: Positive | None = None
+    """Queries, keys and values are clipped to this size before rotation, as OLMoE; null: not."""
     attention_bias: bool = False
     """Biases in the query, key, value and output projections."""
     attention_sinks: bool = False
@@ -289,8 +293,14 @@ class RunConfig:
     """Steps between validations; 0 validates at the end only."""
     save_every: Natural = 250
     """Steps between checkpoints; 0 saves at the end only."""
+    async_save: bool = False
+    """Write checkpoints beside the training steps; a step only waits for the copy of its state."""
     keep: Natural = 3
     """Newest checkpoints kept; 0 keeps all."""
+    keep_every: Natural = 0
+    """Checkpoints of steps that it divides are kept for ever; 0 means none."""
+    keep_best: Natural = 0
+    """Checkpoints of lowest val/loss kept, if saved in a step that validates; 0 means none."""
     stop_grace: Positive = 25.0
     """Seconds from a stop signal to the end of the process; a longer stop is told."""
     comm_timeout: Positive = 600.0

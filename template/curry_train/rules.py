@@ -19,7 +19,14 @@ from typing import Any
 import yaml
 
 from curry_train.checkpoint import CheckpointError, read_manifest
-from curry_train.config import RUN_NAME, Config, ModelConfig, build_config, known_settings
+from curry_train.config import (
+    RUN_NAME,
+    Config,
+    ModelConfig,
+    RunConfig,
+    build_config,
+    known_settings,
+)
 from curry_train.data import DATASETS, vocab_size_of
 from curry_train.parallel import dims as layout
 
@@ -52,6 +59,7 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     }
     config = build_config(model, usable)
     rules = [_lengths(config), layout.refusals(config, world), _places(config)]
+    rules.append(_retention(config.run))
     if model is ModelConfig:
         kinds = (_decoder, _attention, _rotation, _routing)
         rules += [rule(config.model) for rule in kinds]
@@ -157,6 +165,11 @@ def _attention(model: ModelConfig) -> Refusals:
         yield from _latent(model)
     else:
         yield from _grouped(model)
+    if model.qk_norm_width != "head" and not model.qk_norm:
+        yield (
+            "model.qk_norm_width",
+            "read with model.qk_norm=true only; set that, or model.qk_norm_width=head",
+        )
     every, window = model.sliding_window_pattern, model.sliding_window
     if every and window is None:
         yield (
@@ -223,11 +236,11 @@ def _latent(model: ModelConfig) -> Refusals:
             f"under latent attention (model.kv_lora_rank={rank}) every head has keys of its own;"
             f" set model.num_key_value_heads={heads}",
         )
-    for name in ("qk_norm", "attention_sinks"):
+    for name, off in (("qk_norm", "false"), ("attention_sinks", "false"), ("clip_qkv", "null")):
         if getattr(model, name):
             yield (
                 f"model.{name}",
-                f"latent attention (model.kv_lora_rank={rank}) has none; set model.{name}=false",
+                f"latent attention (model.kv_lora_rank={rank}) has none; set model.{name}={off}",
             )
 
 
@@ -373,6 +386,30 @@ def _lengths(config: Config) -> Refusals:
     lr, floor = config.optim.lr, config.optim.min_lr
     if config.optim.schedule != "constant" and floor is not None and floor > lr:
         yield "optim.min_lr", f"above the peak optim.lr={lr}; set optim.min_lr={lr / 10:g}, say"
+
+
+def _retention(run: RunConfig) -> Refusals:
+    for name in ("keep_every", "keep_best"):
+        if getattr(run, name) and not run.keep:
+            yield (
+                f"run.{name}",
+                f"run.keep=0 keeps every checkpoint already; set run.keep to 1 or more, or"
+                f" run.{name}=0",
+            )
+    save, validate = run.save_every, run.eval_every
+    if run.keep_every and (not save or run.keep_every % save):
+        yield (
+            "run.keep_every",
+            f"run.save_every={save} does not save at those steps; set run.keep_every to a multiple"
+            " of a run.save_every above 0, or to 0",
+        )
+    if run.keep_best and (not save or not validate or (save % validate and validate % save)):
+        yield (
+            "run.keep_best",
+            f"a checkpoint is judged by the validation of its step, and run.save_every={save} and"
+            f" run.eval_every={validate} do not meet; make one a multiple of the other, both above"
+            " 0, or set run.keep_best=0",
+        )
 
 
 def _places(config: Config) -> Refusals:

@@ -28,7 +28,6 @@ from curry_train.checkpoint import (
     FORMAT,
     MANIFEST,
     CheckpointError,
-    complete_checkpoints,
     file_problem,
     folder_name,
     is_complete,
@@ -38,6 +37,7 @@ from curry_train.checkpoint import (
     read_manifest,
 )
 from curry_train.checkpoint.boxes import outside
+from curry_train.checkpoint.retention import prune
 from curry_train.checkpoint.storage import (
     Claim,
     as_part,
@@ -76,6 +76,8 @@ def save(
     files: Mapping[str, bytes],
     mesh: Mesh,
     keep: int,
+    keep_every: int = 0,
+    keep_best: int = 0,
 ) -> Path:
     """Write root/step-XXXXXXXX and return it; every rank of the mesh calls this together.
 
@@ -85,7 +87,7 @@ def save(
     hold each element once. Ranks may hold different names (pipeline stages) and empty boxes.
     Tensors named `.experts.` must have num_experts of meta["model"] as shape[0].
     rank_tensors: this rank's own, such as random states. meta: goes into the manifest.
-    keep: newest complete checkpoints that stay, this one included; 0 keeps all.
+    keep, keep_every, keep_best: which complete checkpoints stay, see retention.kept; keep=0: all.
 
     Group: world; two rounds through rank 0. Raises: CheckpointError on every rank.
     """
@@ -115,7 +117,7 @@ def save(
     def end(written: list[list[dict[str, Any]]]) -> None:
         manifest["files"] = [entry for entries in written for entry in entries]
         _commit(temporary, final, manifest)
-        _prune(final, keep)
+        prune(final.parent, keep=keep, keep_every=keep_every, keep_best=keep_best, also=[final])
 
     temporary, keys = _through_rank_zero(mesh, claims, begin)
     if temporary is not None:
@@ -247,18 +249,6 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     except (CheckpointError, OSError) as error:
         pointer.unlink(missing_ok=True)
         warnings.warn(f"{final.with_name('latest')} could not be moved: {error}", stacklevel=2)
-
-
-def _prune(newest: Path, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints; never `newest`, nothing at keep=0."""
-    others = [folder for folder in complete_checkpoints(newest.parent) if folder != newest]
-    for folder in others[keep - 1 :] if keep else []:
-        doomed = _temporary(folder)
-        try:
-            os.replace(folder, doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            warnings.warn(f"{folder} could not be pruned: {error}", stacklevel=2)
 
 
 def _temporary(final: Path) -> Path:

@@ -133,6 +133,8 @@ def save(runtime: Runtime, run: Run) -> Path:
         files=tokenizer_files(runtime.corpus.tokenizer),
         mesh=runtime.mesh,
         keep=runtime.config.run.keep,
+        keep_every=runtime.config.run.keep_every,
+        keep_best=runtime.config.run.keep_best,
     )
     manifest = dcp.read_manifest(path)
     run.event(
