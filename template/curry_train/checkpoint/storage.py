@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,20 +199,36 @@ def write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Stream tensors to a safetensors file; at most one of them is held as a CPU copy."""
-    ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
-    header, end = {}, 0
-    for key, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        dtype = DTYPES[dtype_name(tensor.dtype)]
-        header[key] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
+    """Write tensors to a safetensors file; at most one of them is held as a CPU copy."""
+    kinds = {key: (dtype_name(tensor.dtype), [*tensor.shape]) for key, tensor in tensors.items()}
+    return write_streamed(path, kinds, lambda key: tensors[key])
+
+
+def write_streamed(
+    path: Path,
+    kinds: Mapping[str, tuple[str, Sequence[int]]],
+    tensor_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Write a safetensors file of tensors that are asked for one by one; see write_file.
+
+    kinds: key -> (dtype as the manifest names it, shape), known before the first tensor is read.
+    """
+    sizes = {key: getattr(torch, dtype).itemsize for key, (dtype, _) in kinds.items()}
+    ordered = sorted(kinds, key=lambda key: (-sizes[key], key))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key in ordered:
+        dtype, shape = kinds[key]
+        start, end = end, end + math.prod(shape) * sizes[key]
+        header[key] = {"dtype": DTYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
     def chunks() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little") + text
-        for _, tensor in ordered:
-            yield _flat(tensor.cpu()).view(torch.uint8).numpy()
+        for key in ordered:
+            yield _flat(tensor_of(key).cpu()).view(torch.uint8).numpy()
 
     return write_file(path, chunks())
 
