@@ -76,6 +76,8 @@ class ModelConfig:
     """Queries, keys and values are clipped to this size before rotation, as OLMoE; null: not."""
     attention_bias: bool = False
     """Biases in the query, key, value and output projections."""
+    attention_out_bias: bool = True
+    """attention_bias holds for the output projection too; false as Qwen2."""
     attention_sinks: bool = False
     """One learned logit a head that takes attention and gives no value, as gpt-oss."""
     sliding_window: Count | None = None

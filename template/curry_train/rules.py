@@ -61,13 +61,18 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     rules = [_lengths(config), layout.refusals(config, world), _places(config)]
     rules.append(_retention(config.run))
     if model is ModelConfig:
-        kinds = (_decoder, _attention, _rotation, _routing)
-        rules += [rule(config.model) for rule in kinds]
+        rules += [rule(config.model) for rule in MODEL_RULES]
     refused = [f"{key}={shown(value_of(config, key))}: {why}" for key, why in chain(*rules)]
     if model is not ModelConfig and not any(key.startswith("model.") for key in wrong):
         # The Config of another model class may bring rules of its own.
         refused += getattr(config.model, "problems", list)()
     return [*wrong.values(), *without(refused, wrong)]
+
+
+def model_problems(model: ModelConfig) -> list[str]:
+    """Say what is wrong with a decoder whose values each fit their field."""
+    found = chain(*(rule(model) for rule in MODEL_RULES))
+    return [f"{key}={shown(getattr(model, key.removeprefix('model.')))}: {why}" for key, why in found]
 
 
 def unusable(config: Config) -> dict[str, str]:
@@ -169,6 +174,12 @@ def _attention(model: ModelConfig) -> Refusals:
         yield (
             "model.qk_norm_width",
             "read with model.qk_norm=true only; set that, or model.qk_norm_width=head",
+        )
+    if not model.attention_out_bias and (model.kv_lora_rank or not model.attention_bias):
+        yield (
+            "model.attention_out_bias",
+            "read by grouped-query attention with model.attention_bias=true only; set"
+            " model.attention_out_bias=true",
         )
     every, window = model.sliding_window_pattern, model.sliding_window
     if every and window is None:
@@ -373,6 +384,9 @@ def _groups(model: ModelConfig) -> Refusals:
             f"model.n_group={groups} leaves one expert in a group, so none has two best; set"
             " model.group_score=max or fewer groups",
         )
+
+
+MODEL_RULES = (_decoder, _attention, _rotation, _routing)
 
 
 def _lengths(config: Config) -> Refusals:

@@ -39,7 +39,8 @@ def attention_weights(model: ModelConfig) -> list[Weight]:
     else:
         inputs += [(model.num_key_value_heads * model.head_dim, width)] * 2
         if model.attention_bias:
-            found += [Weight((rows,), "columns") for rows, _ in inputs] + [Weight((width,))]
+            found += [Weight((rows,), "columns") for rows, _ in inputs]
+            found += [Weight((width,))] * model.attention_out_bias
         found += [Weight((model.head_dim,))] * (2 * model.qk_norm)
         found += [Weight((heads,), "columns")] * model.attention_sinks
     return found + [Weight(shape, "columns") for shape in inputs]

@@ -206,7 +206,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(width, query_width, bias)
         self.k_proj = Linear(width, key_width, bias)
         self.v_proj = Linear(width, key_width, bias)
-        self.o_proj = Linear(query_width, width, bias)
+        self.o_proj = Linear(query_width, width, bias and config.attention_out_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
