@@ -81,6 +81,8 @@ def selective_bytes(model: ModelConfig, dense: bool, compute: int, wide: int, tp
         expanded = heads * (model.query_dim + model.qk_nope_head_dim + model.v_head_dim)
     else:
         expanded = (heads + 2 * keys) * model.head_dim
+        # What tp ranks summed for norms of whole projections.
+        kept += 2 * wide * (tp > 1 and model.qk_norm and model.qk_norm_width == "projection")
     kept += expanded * compute / tp
     if dense:
         return kept + 2 * model.intermediate_size * compute / tp
@@ -107,8 +109,13 @@ def attention_bytes(model: ModelConfig, compute: int, wide: int, tp: int = 1) ->
     if model.kv_lora_rank:
         whole += norm_bytes(model.kv_lora_rank, compute, wide)
         whole += norm_bytes(model.q_lora_rank, compute, wide) if model.q_lora_rank else 0
-    elif model.qk_norm:
-        kept += (heads + keys) * (width * (wide + compute) + wide)
+    else:
+        # The last term: scales of the rows, of tp ranks each has those of whole projections.
+        whole_rows = model.qk_norm_width == "projection"
+        kept += (heads + keys) * width * (wide + compute) * model.qk_norm
+        kept += (heads + keys) * wide * (model.qk_norm and not whole_rows)
+        whole += 2 * wide * (model.qk_norm and whole_rows)
+        kept += (heads + 2 * keys) * width * compute * (model.clip_qkv is not None)
     if model.attention_sinks:
         from curry_train.layers.attention import SINK_DIMS
 

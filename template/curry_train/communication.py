@@ -102,6 +102,10 @@ def _tensor_parallel(layout: Layout, index: int, blocks: list[int]) -> Iterator[
         calls += (2 + 2 * both) * (1 + _passes(layout, layer))
         calls -= dense * (_passes(layout, layer) - 1)  # the last one is not made again
     yield Traffic("tp", "sequence of each block", steps * calls * piece, steps * calls)
+    if model.qk_norm and model.qk_norm_width == "projection":
+        size = 2 * (tp - 1) / tp * layout.tokens * layout.wide
+        calls = steps * sum(2 * (1 + _passes(layout, layer)) for layer in blocks)
+        yield Traffic("tp", "mean squares of queries and keys", calls * size, calls)
     parts = [part for stage in layout.stages_of(index) for part in layout.parts_of(stage)]
     ends = 2 * sum(part in ("embedding", "head") for part in parts)
     scalars = 3 * 2 * (tp - 1) / tp * layout.tokens * layout.wide * ("head" in parts)

@@ -72,7 +72,9 @@ def problems(config: Config, world: int | None = None) -> list[str]:
 def model_problems(model: ModelConfig) -> list[str]:
     """Say what is wrong with a decoder whose values each fit their field."""
     found = chain(*(rule(model) for rule in MODEL_RULES))
-    return [f"{key}={shown(getattr(model, key.removeprefix('model.')))}: {why}" for key, why in found]
+    return [
+        f"{key}={shown(getattr(model, key.removeprefix('model.')))}: {why}" for key, why in found
+    ]
 
 
 def unusable(config: Config) -> dict[str, str]:

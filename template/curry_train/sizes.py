@@ -41,7 +41,10 @@ def attention_weights(model: ModelConfig) -> list[Weight]:
         if model.attention_bias:
             found += [Weight((rows,), "columns") for rows, _ in inputs]
             found += [Weight((width,))] * model.attention_out_bias
-        found += [Weight((model.head_dim,))] * (2 * model.qk_norm)
+        if model.qk_norm and model.qk_norm_width == "projection":
+            found += [Weight((rows,), "columns") for rows, _ in inputs[:2]]
+        elif model.qk_norm:
+            found += [Weight((model.head_dim,))] * 2
         found += [Weight((heads,), "columns")] * model.attention_sinks
     return found + [Weight(shape, "columns") for shape in inputs]
 

@@ -27,6 +27,8 @@ def family(config: ModelConfig) -> str:
         return "DeepseekV3" if config.scoring_func == "sigmoid" else "DeepseekV2"
     if config.attention_sinks:
         return "GptOss"
+    if config.num_experts and config.qk_norm_width == "projection":
+        return "Olmoe"
     if config.num_experts:
         return "Qwen3Moe" if config.qk_norm else "Mixtral"
     return "Qwen3" if config.qk_norm else "Llama"
@@ -66,6 +68,9 @@ def transformers_config(config: ModelConfig) -> Any:
         fields["norm_topk_prob"] = config.norm_topk_prob
     if kind == "Qwen3Moe":
         fields["num_experts"] = config.num_experts
+    elif kind == "Olmoe":
+        fields |= {"num_experts": config.num_experts, "clip_qkv": config.clip_qkv}
+        fields["intermediate_size"] = fields.pop("moe_intermediate_size")
     elif kind in ("Mixtral", "GptOss"):
         fields["num_local_experts"] = config.num_experts
         fields["intermediate_size"] = fields.pop("moe_intermediate_size")

@@ -50,6 +50,7 @@ LATENT = replace(
     MOE, qk_norm=False, num_key_value_heads=4, kv_lora_rank=20, q_lora_rank=12,
     qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
 )  # fmt: skip
+OLMOE = replace(MOE, qk_norm_width="projection", clip_qkv=0.5, shared_expert_intermediate_size=0)
 TIED = replace(DENSE, tie_word_embeddings=True)
 LAYOUTS = {
     "zero 0": (DENSE, {}, 2),
@@ -71,6 +72,7 @@ LAYOUTS = {
     "pp, zbv, tied": (TIED, {"pp": 2, "schedule": "zbv", "zero": 2}, 4),
     "pp, dualpipev": (MOE, {"pp": 2, "schedule": "dualpipev", "ep": 2, "zero": 1}, 4),
     "hsdp": (DENSE, {"dp_replicate": 2, "zero": 3}, 4),
+    "norms of whole projections": (OLMOE, {"tp": 2, "zero": 1, "recompute": "full"}, 2),
     "recompute": (DENSE, {"tp": 2, "recompute": "full"}, 2),
     "recompute, ep": (MOE, {"ep": 2, "tp": 2, "recompute": "selective"}, 2),
     "recompute every 2nd": (DENSE, {"cp": 2, "recompute": 2}, 2),

@@ -510,6 +510,11 @@ LLAMA3 = YARN.replace("yarn", "llama3")
         (f"{LATENT} model.num_key_value_heads=2", "set model.num_key_value_heads=4"),
         (f"{LATENT} model.qk_norm=true", "set model.qk_norm=false"),
         (f"{LATENT} model.attention_sinks=true", "set model.attention_sinks=false"),
+        (f"{LATENT} model.clip_qkv=8", "set model.clip_qkv=null"),
+        (
+            "model.qk_norm=false model.qk_norm_width=projection",
+            "model.qk_norm_width=projection: read with model.qk_norm=true only",
+        ),
         ("model.rope_factor=2", "model.rope_factor=2.0: model.rope_type=default scales nothing"),
         ("model.rope_type=linear model.rope_factor=0.5", "set it to at least 1"),
         ("model.rope_type=yarn", "model.rope_type=yarn scales from the context before it"),

@@ -53,6 +53,9 @@ FAMILIES = {
     "Qwen3 yarn": replace(DENSE, attention_bias=True, **YARN),
     "Mixtral": replace(MOE, num_hidden_layers=2, qk_norm=False, sliding_window=5),
     "Qwen3Moe": MOE,
+    "Olmoe": replace(
+        MOE, num_hidden_layers=2, qk_norm_width="projection", clip_qkv=1.5, norm_topk_prob=False
+    ),
     "DeepseekV2 lite": replace(LATENT, norm_topk_prob=False),
     "DeepseekV2 groups": replace(
         LATENT, norm_topk_prob=False, q_lora_rank=20, group_score="max", attention_bias=True,

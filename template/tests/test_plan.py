@@ -22,6 +22,7 @@ SINKS = replace(
     MOE, qk_norm=False, attention_sinks=True, attention_bias=True, expert_bias=True,
     router_bias=True, swiglu_limit=7.0, sliding_window=16, sliding_window_pattern=2,
 )  # fmt: skip
+OLMOE = replace(MOE, qk_norm_width="projection", clip_qkv=0.5)
 VARIANTS = {
     "dense": DENSE,
     "moe": MOE,
@@ -29,6 +30,8 @@ VARIANTS = {
     "shared expert": replace(MOE, shared_expert_intermediate_size=64),
     "first dense": replace(MOE, first_k_dense_replace=2),
     "no qk norm": replace(DENSE, qk_norm=False),
+    "norms of whole projections": replace(DENSE, qk_norm_width="projection"),
+    "olmoe": OLMOE,
     "biases": replace(DENSE, attention_bias=True),
     "window": replace(DENSE, sliding_window=32),
     "sinks": SINKS,

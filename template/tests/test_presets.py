@@ -16,6 +16,7 @@ PUBLISHED = {
     "qwen3_8b": ("Qwen3", "8.2", None, False),
     "mixtral_8x7b": ("Mixtral", "46.7", "12.9", False),
     "qwen3_30b_a3b": ("Qwen3Moe", "30.5", "3.3 cut", False),
+    "olmoe_1b_7b": ("Olmoe", "6.9", "1.3", False),
     "deepseek_v2_lite": ("DeepseekV2", "15.7", "2.4 cut", True),
     "deepseek_v3": ("DeepseekV3", "671", "36.6", True),
     "gpt_oss_20b": ("GptOss", "20.9", "3.6", True),

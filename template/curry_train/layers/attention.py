@@ -183,12 +183,14 @@ class Attention(nn.Module):
     """Project to heads, rotate, attend causally, project back.
 
     Shapes: x [B, S, hidden_size]; returns the same shape and dtype. With qk_norm, queries and keys
-    are RMS-normalised per head before rotation; attention_bias gives all four projections biases;
+    are RMS-normalised before rotation, each head or all heads at once (qk_norm_width), and then
+    clipped with the values to clip_qkv; attention_bias gives all four projections biases;
     `layer` decides whether sliding_window holds. With tensor parallelism (`tp` is its group) a rank
     has its share of the heads, and S of x is its slice; with context parallelism (`cp`, `cp_kind`)
     the keys of other ranks' tokens come from them.
-    Source: Ainslie et al. 2023, "GQA"; q/k norm as in Qwen3; sinks as in gpt-oss (OpenAI 2025),
-    after Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
+    Source: Ainslie et al. 2023, "GQA"; q/k norm as in Qwen3, or as in OLMoE (Muennighoff et al.
+    2024); sinks as in gpt-oss (OpenAI 2025), after Xiao et al. 2023, "Efficient Streaming Language
+    Models with Attention Sinks".
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
@@ -207,9 +209,11 @@ class Attention(nn.Module):
         self.k_proj = Linear(width, key_width, bias)
         self.v_proj = Linear(width, key_width, bias)
         self.o_proj = Linear(query_width, width, bias and config.attention_out_bias)
+        self.clip = config.clip_qkv
+        self.norm_whole = config.qk_norm_width == "projection"
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            widths = (query_width, key_width) if self.norm_whole else (self.head_dim,) * 2
+            self.q_norm, self.k_norm = (RMSNorm(width, config.rms_norm_eps) for width in widths)
         else:
             self.q_norm = self.k_norm = nn.Identity()
         self.sinks = None
@@ -218,10 +222,20 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
         x_BSD = gather_sequence(x_BSD, self.tp)
-        heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x_BSD).view(heads)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x_BSD).view(heads)).transpose(1, 2)
-        v = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        q = self.heads_of(self.q_proj(x_BSD), self.q_norm)
+        k = self.heads_of(self.k_proj(x_BSD), self.k_norm)
+        v = self.heads_of(self.v_proj(x_BSD), None)
         q = rotate(q, positions.cos, positions.sin, self.interleaved)
         k = rotate(k, positions.cos, positions.sin, self.interleaved)
         return self.o_proj(attend_with(self, q, k, v, positions))
+
+    def heads_of(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return a projection [B, S, heads * A] as heads [B, heads, S, A], normalised, clipped."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        if norm is None:
+            x = x.view(heads)
+        else:
+            x = norm(x).view(heads) if self.norm_whole else norm(x.view(heads))
+        if self.clip is not None:
+            x = x.clamp(-self.clip, self.clip)
+        return x.transpose(1, 2)

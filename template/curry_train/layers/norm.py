@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from curry_train.layers.linear import local
+
 
 class RMSNorm(nn.Module):
     """Scale the last dimension to unit root mean square, then by a learned weight.
@@ -19,7 +21,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
 
+    def mean_square(self, wide: Tensor) -> Tensor:
+        """Return the mean square [..., 1] of rows [..., width]."""
+        return wide.square().mean(-1, keepdim=True)
+
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * (wide * scale).to(x.dtype)
+        scale = torch.rsqrt(self.mean_square(wide) + self.eps)
+        return local(self.weight).to(x.dtype) * (wide * scale).to(x.dtype)

@@ -1,8 +1,8 @@
 """The decoder family: RMSNorm, attention with rotary positions, SwiGLU, experts.
 
 One file for all of them, since they differ in a block's attention and feed-forward only, by fields
-of the configuration: Llama, Mixtral, Qwen3, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss. The files in
-configs/model/ name the fields.
+of the configuration: Llama, Mixtral, Qwen3, Qwen3-MoE, OLMoE, DeepSeek-V2 and V3, gpt-oss. The
+files in configs/model/ name the fields.
 """
 
 from __future__ import annotations

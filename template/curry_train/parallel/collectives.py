@@ -124,19 +124,23 @@ def sum_forward(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x if group is None else _SumForward.apply(x, group)
 
 
+@message
+def all_reduced(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return x [any shape] summed over ranks; no gradient. One all-reduce."""
+    out = x.clone()
+    dist.all_reduce(out, group=group)
+    return out
+
+
 class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        out = x.clone()
-        dist.all_reduce(out, group=group)
-        return out
+        return all_reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return all_reduced(grad, ctx.group), None
 
 
 def sum_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -14,6 +14,7 @@ from curry_train.layers.latent_attention import LatentAttention
 from curry_train.layers.linear import Linear
 from curry_train.layers.mlp import SwiGLU
 from curry_train.layers.moe import MoE
+from curry_train.layers.norm import RMSNorm
 from curry_train.models.decoder import Decoder
 from curry_train.models.protocol import give_memory, init_part, meta_model
 from curry_train.parallel.activation_checkpoint import recompute_blocks
@@ -23,6 +24,7 @@ from curry_train.parallel.mesh import Mesh
 from curry_train.parallel.shards import Part, Shard
 from curry_train.parallel.tensor_parallel import (
     ColumnParallelLinear,
+    ColumnParallelNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     split_parameter,
@@ -30,6 +32,7 @@ from curry_train.parallel.tensor_parallel import (
 
 COLUMN = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
 ROW = {"o_proj", "down_proj"}
+NORMS = ("q_norm", "k_norm")
 
 
 def build_chunks(config: Config, mesh: Mesh) -> tuple[list[nn.Module], list[Shard]]:
@@ -93,6 +96,8 @@ def split_matrices(chunk: nn.Module, mesh: Mesh) -> None:
                 setattr(module, name, ColumnParallelLinear(child, tp_mesh))
             elif name in ROW:
                 setattr(module, name, RowParallelLinear(child, tp_mesh, tp))
+            elif name in NORMS and module.norm_whole and isinstance(child, RMSNorm):
+                setattr(module, name, ColumnParallelNorm(child, tp_mesh, tp))
         if isinstance(module, Attention) and module.sinks is not None:
             module.sinks = split_parameter(module.sinks, tp_mesh, 0)
         elif isinstance(module, LatentAttention):

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 
 from curry_train.data.loader import IGNORED
 from curry_train.layers.linear import Embedding, Linear, local
-from curry_train.parallel.collectives import scatter_sequence
+from curry_train.layers.norm import RMSNorm
+from curry_train.parallel.collectives import scatter_sequence, sum_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +80,23 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = scatter_sequence(F.linear(x, local(self.weight).to(x.dtype)), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class ColumnParallelNorm(RMSNorm):
+    """Normalise this rank's share of a projection by the mean square of the whole one.
+
+    Shapes: x [..., width / ranks] of any float dtype; returns the same shape and dtype. The weight
+    [width] is split. Every rank's heads make a part of the gradient of the common mean square, so
+    parts are summed in backward too. Group: tp, one all-reduce of [..., 1] each way.
+    """
+
+    def __init__(self, whole: RMSNorm, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        nn.Module.__init__(self)
+        self.weight = split_parameter(whole.weight, mesh, 0)
+        self.eps, self.width, self.group = whole.eps, len(whole.weight), group
+
+    def mean_square(self, wide: Tensor) -> Tensor:
+        return sum_ranks(wide.square().sum(-1, keepdim=True), self.group) / self.width
 
 
 def check_ids(name: str, ids: Tensor, rows: int) -> None:

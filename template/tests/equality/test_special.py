@@ -40,6 +40,7 @@ GPT_OSS = (
     " model.expert_bias=true model.swiglu_limit=1.0 model.router_bias=true model.rope_type=yarn"
     " model.rope_factor=4 model.original_max_position_embeddings=8 model.rope_truncate=false"
 )
+OLMOE = "model.qk_norm_width=projection model.clip_qkv=0.8 model.norm_topk_prob=false"
 BIAS = "model.correction_bias=true model.correction_bias_update_rate=0.01"
 ACCUMULATE = "data.micro_batch_size=2"
 DEALT = "dp_shard=2 cp=2 tp=2 ep=4"
@@ -94,6 +95,9 @@ CASES = {
     "gpt-oss-cp-tp": f"{GPT_OSS} cp=2 tp=2 ep=2 zero=2",
     "gpt-oss-documents": f"{GPT_OSS} {DOCUMENTS} cp=4 ep=2 cp_kind=ring zero=3",
     "gpt-oss-pp": f"{GPT_OSS} pp=2 tp=2 ep=2 schedule=interleaved1f1b",
+    "olmoe-tp-ep": f"{OLMOE} tp=2 dp_shard=2 ep=4 zero=3",
+    "olmoe-cp-tp": f"{OLMOE} cp=2 tp=2 ep=2 zero=1 recompute=selective",
+    "olmoe-pp": f"{OLMOE} pp=2 tp=2 ep=2 schedule=dualpipev overlap=true",
     "shared-experts": f"model.shared_expert_intermediate_size=8 {DEALT}",
     "leading-dense-blocks": "model.first_k_dense_replace=2 pp=2 ep=2 dp_shard=2 zero=1",
     "uneven-stages": "pp=2 dp_shard=2 schedule=1f1b parallel.pp_split=[1,3]",
