@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def train(config: Config, argv: list[str]) -> int:
     """Run the training loop; returns the exit code of this rank."""
     # torch is first imported here, after prepare_environment has set what it reads.
-    from curry_train.checkpoint.training_state import begin, save
+    from curry_train.checkpoint.training_state import Saver, begin
     from curry_train.data import open_corpus
     from curry_train.generate import write_sample
     from curry_train.parallel.mesh import agreed
@@ -42,6 +42,7 @@ def train(config: Config, argv: list[str]) -> int:
         abort, max_steps = AbortRules(config.run), config.run.max_steps
         progress = Progress(first_step=runtime.step, max_steps=max_steps, enabled=mesh.rank == 0)
         progress.say(f"run folder: {run.dir}")
+        saver = Saver(runtime, run)
         status, reason = "done", None
 
         while runtime.step < max_steps:
@@ -65,12 +66,13 @@ def train(config: Config, argv: list[str]) -> int:
             if stop:
                 tell_stop(run, progress, step, signal_name(stop))
             if stop or last or due(step, config.run.save_every):
-                save(runtime, run)
+                saver.save(row, last=bool(stop) or last)
             if stop and not last:
                 status, reason = "preempted", signal_name(stop)
                 break
 
         progress.close()
+        saver.close()
         if status == "done":
             write_sample(runtime, run)
         code = 4 if status == "aborted" else 0

@@ -5,25 +5,32 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curry_train.checkpoint import MANIFEST, complete_checkpoints, dcp
+from curry_train.checkpoint import MANIFEST, complete_checkpoints, dcp, folder_name
+from curry_train.checkpoint.async_save import AsyncSave
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
+from curry_train.launch import wait_limit
 from curry_train.models.protocol import build_model, named_state, saved_parts
 from curry_train.optim import materialise_state
 from curry_train.parallel.shards import Part, Shard
 from curry_train.rules import unusable
 from curry_train.runtime import Runtime
+from curry_train.tracking.progress import tell
 from curry_train.tracking.run_folder import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -102,6 +109,7 @@ def set_rng(tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(tensors["rng.cuda"])
 
 
+@functools.lru_cache(maxsize=1)
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files from which `load_tokenizer` makes the tokenizer again."""
     with tempfile.TemporaryDirectory() as folder:
@@ -109,44 +117,115 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def save(runtime: Runtime, run: Run) -> Path:
-    """Write a checkpoint of the current step and tell the journal; collective."""
-    start = time.monotonic()
-    run.event("ckpt_begin", step=runtime.step, tokens=runtime.tokens)
+class Saver:
+    """Writes the checkpoints of a run: in the loop, or with run.async_save beside it.
+
+    Collective: all ranks make it and call its methods together.
+    """
+
+    def __init__(self, runtime: Runtime, run: Run) -> None:
+        self.runtime, self.run = runtime, run
+        config = runtime.config.run
+        limit = wait_limit(config.comm_timeout)
+        self._beside = AsyncSave(runtime.mesh, limit) if config.async_save else None
+
+    def save(self, row: Mapping[str, float], *, last: bool) -> None:
+        """Save the current step; last: the run ends here, so return when the checkpoint stands.
+
+        row: the step's metrics, of which those of a validation go into the manifest. Waits for the
+        save before this one and says so. Raises: CheckpointError on every rank, also for the save
+        before; then a last step is saved all the same.
+        """
+        beside, waited, failed = self._beside, 0.0, None
+        if beside is not None:
+            previous, busy = beside.step, beside.busy
+            try:
+                waited = beside.wait()
+            except dcp.CheckpointError as error:
+                if not last:
+                    raise
+                failed = error
+            if busy and self.runtime.mesh.rank == 0:
+                step = self.runtime.step
+                tell(f"step {step} waited {waited:.1f} s for the checkpoint of step {previous}")
+        try:
+            save(self.runtime, self.run, row, None if last else beside, waited)
+        except dcp.CheckpointError as error:
+            problems = failed.problems if failed else []
+            raise dcp.CheckpointError([*problems, *error.problems]) from None
+        if failed:
+            raise failed
+
+    def close(self) -> None:
+        """Wait for the save that is under way. Raises: CheckpointError on every rank."""
+        if self._beside is not None:
+            self._beside.wait()
+
+
+def save(
+    runtime: Runtime,
+    run: Run,
+    row: Mapping[str, float] = MappingProxyType({}),
+    beside: AsyncSave | None = None,
+    waited: float = 0.0,
+) -> Path:
+    """Write a checkpoint of the current step, tell the journal and return its path; collective.
+
+    row: metrics of the step. beside: what writes while the caller goes on; None writes here.
+    waited: seconds that the loop has waited already, for an earlier save.
+    """
+    start, step, tokens = time.monotonic(), runtime.step, runtime.tokens
+    run.event("ckpt_begin", step=step, tokens=tokens, waited=waited)
     materialise_state(runtime.optimizer)
-    path = dcp.save(
-        run.dir / "checkpoints",
-        step=runtime.step,
-        tensors=training_tensors(runtime),
-        rank_tensors=rng_tensors(),
-        meta={
+    root, arguments = run.dir / "checkpoints", checkpoint_of(runtime, row)
+
+    def committed(path: Path, copied: float | None = None) -> None:
+        if runtime.mesh.rank:
+            return
+        manifest, now = dcp.read_manifest(path), time.monotonic()
+        run.event(
+            "ckpt_commit",
+            step=step,
+            tokens=tokens,
+            path=str(path.relative_to(run.dir)),
+            bytes=sum(entry["bytes"] for entry in manifest["files"]),
+            manifest_sha256=manifest["sha256"],
+            seconds=now - start,
+            blocked=waited + (copied or now) - start,
+        )
+
+    if beside is not None:
+        beside.start(root, **arguments, committed=committed)
+    else:
+        committed(dcp.save(root, **arguments, mesh=runtime.mesh))
+    return root / folder_name(step)
+
+
+def checkpoint_of(runtime: Runtime, row: Mapping[str, float]) -> dict[str, Any]:
+    """Return the arguments of dcp.save for the current step, all but root and mesh."""
+    config = runtime.config
+    scores = {name: row[name] for name in row if name.startswith("val/")}
+    return {
+        "step": runtime.step,
+        "tensors": training_tensors(runtime),
+        "rank_tensors": rng_tensors(),
+        "meta": {
             "samples_consumed": runtime.batches.samples_consumed,
             "tokens": runtime.tokens,
             "data_hash": runtime.corpus.hash,
-            "seed": runtime.config.seed,
-            "config_hash": config_hash(runtime.config),
-            "seq_len": runtime.config.data.seq_len,
-            "model": asdict(runtime.config.model),
+            "seed": config.seed,
+            "config_hash": config_hash(config),
+            "seq_len": config.data.seq_len,
+            "model": asdict(config.model),
             "mesh": runtime.mesh.sizes,
             "loss_scale": [runtime.loss_scale.value, runtime.loss_scale.good_steps],
+            "metrics": {name: value for name, value in scores.items() if math.isfinite(value)},
         },
-        files=tokenizer_files(runtime.corpus.tokenizer),
-        mesh=runtime.mesh,
-        keep=runtime.config.run.keep,
-        keep_every=runtime.config.run.keep_every,
-        keep_best=runtime.config.run.keep_best,
-    )
-    manifest = dcp.read_manifest(path)
-    run.event(
-        "ckpt_commit",
-        step=runtime.step,
-        tokens=runtime.tokens,
-        path=str(path.relative_to(run.dir)),
-        bytes=sum(entry["bytes"] for entry in manifest["files"]),
-        manifest_sha256=manifest["sha256"],
-        seconds=time.monotonic() - start,
-    )
-    return path
+        "files": tokenizer_files(runtime.corpus.tokenizer),
+        "keep": config.run.keep,
+        "keep_every": config.run.keep_every,
+        "keep_best": config.run.keep_best,
+    }
 
 
 def restore(runtime: Runtime, checkpoint: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,13 +58,13 @@ class JsonLines:
 
 
 class Journal:
-    """The writer of journal.jsonl; rank 0 has one."""
+    """The writer of journal.jsonl; rank 0 has one. Events may come from several threads."""
 
     def __init__(self, path: Path, *, run: str) -> None:
         self._lines, self.path = JsonLines(path), path
         self.torn_tail = self._lines.torn_tail
         earlier = read_journal(path)
-        self._run = run
+        self._run, self._lock = run, threading.Lock()
         self._next = 1 + max((e["seq"] for e in earlier if type(e.get("seq")) is int), default=-1)
         self.attempt = last_attempt(earlier) + 1
 
@@ -80,10 +81,11 @@ class Journal:
         taken = [name for name in fields if name in _COMMON]
         if taken:
             raise ValueError(f"event {ev}: {', '.join(taken)} is set by the journal; rename it")
-        now = (VERSION, self._next, time.time_ns(), time.monotonic_ns())
-        common = dict(zip(_COMMON, (*now, self._run, self.attempt, ev), strict=True))
-        self._lines.append({**common, "step": step, "tokens": tokens, **fields}, sync=True)
-        self._next += 1
+        with self._lock:
+            now = (VERSION, self._next, time.time_ns(), time.monotonic_ns())
+            common = dict(zip(_COMMON, (*now, self._run, self.attempt, ev), strict=True))
+            self._lines.append({**common, "step": step, "tokens": tokens, **fields}, sync=True)
+            self._next += 1
 
     def close(self) -> None:
         self._lines.close()

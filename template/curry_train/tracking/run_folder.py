@@ -141,8 +141,9 @@ class Run:
         out = self._out
         if out is None:
             return
-        out.step = out.step if step is None else step
-        out.tokens = out.tokens if tokens is None else tokens
+        # A checkpoint that was written beside the steps is told after later ones.
+        out.step = max(out.step, step or 0)
+        out.tokens = max(out.tokens, tokens or 0)
         try:
             out.journal.event(ev, step=step, tokens=tokens, **fields)
         except OSError as error:

@@ -1,0 +1,142 @@
+"""Saving beside the training loop, which waits for nothing but a copy of its state.
+
+The training thread copies tensors to buffers; one other thread compares, writes, hashes and commits
+them as dcp.save does, over a process group of its own: two threads that share a group would take
+each other's messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curry_train.checkpoint import CheckpointError, dcp
+from curry_train.checkpoint.storage import as_part
+from curry_train.parallel.mesh import Mesh, agreed
+from curry_train.parallel.shards import Part
+
+
+class Staging:
+    """Copies of tensors, any shapes, in CPU buffers that are allocated once and used again.
+
+    Buffers of CUDA tensors are pinned, so that they are filled at the speed of the bus; torch's
+    allocator rounds each up to a power of two bytes.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor | Part]) -> dict[str, Any]:
+        """Return the same tensors as Parts of buffers, whole when this returns.
+
+        Copies of CUDA tensors queue on the current stream, behind the optimizer's step. What is no
+        dense tensor with data is returned as it is, for the save to refuse it.
+        """
+        staged: dict[str, Any] = {}
+        streams = set()
+        for name, tensor in tensors.items():
+            inner = tensor.tensor if isinstance(tensor, Part) else tensor
+            if not isinstance(inner, Tensor) or inner.is_meta or inner.layout != torch.strided:
+                staged[name] = tensor
+                continue
+            part = as_part(tensor)
+            source = part.tensor.detach()
+            buffer = self._buffer(name, source)
+            buffer.copy_(source, non_blocking=True)
+            staged[name] = part._replace(tensor=buffer)
+            if source.is_cuda:
+                streams.add(torch.cuda.current_stream(source.device))
+        for stream in streams:
+            stream.synchronize()
+        return staged
+
+    def _buffer(self, name: str, source: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            pinned = source.is_cuda
+            buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+            self._buffers[name] = buffer
+        return buffer
+
+
+class AsyncSave:
+    """One save at a time in a thread of its own; all ranks call every method together.
+
+    mesh: of the training loop; with several ranks a gloo group over all of them is made for the
+    saves, whose collectives wait at most `timeout` seconds for a peer.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float) -> None:
+        self._mesh, self._staging = mesh, Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self.step = 0
+        groups: dict[str, Any] = {}
+        if mesh.world > 1:
+            ranks, limit = list(range(mesh.world)), timedelta(seconds=timeout)
+            groups["world"] = dist.new_group(ranks, timeout=limit, backend="gloo")
+        self._own_mesh = replace(mesh, groups=groups)
+
+    @property
+    def busy(self) -> bool:
+        """Say whether this rank still writes; ranks may differ."""
+        return self._pending is not None and not self._pending.done()
+
+    def start(
+        self,
+        root: Path,
+        *,
+        step: int,
+        tensors: Mapping[str, Tensor | Part],
+        rank_tensors: Mapping[str, Tensor],
+        committed: Callable[[Path, float], None],
+        **options: Any,
+    ) -> None:
+        """Copy the tensors and return; dcp.save(root, ...) goes on with the copies.
+
+        The caller has waited for the save before. committed: called in the thread once the
+        checkpoint stands, with its path and the time.monotonic() at which the copies were whole.
+        options: the other arguments of dcp.save but mesh.
+        """
+        if self._pending is not None:
+            raise ValueError("a save is still pending; call wait() before the next start()")
+        staged = self._staging.copy({**tensors, **rank_tensors})
+        arguments = {
+            "step": step,
+            "tensors": {name: staged[name] for name in tensors},
+            "rank_tensors": {name: staged[name].tensor for name in rank_tensors},
+            **options,
+        }
+        copied = time.monotonic()
+
+        def write() -> None:
+            committed(dcp.save(root, mesh=self._own_mesh, **arguments), copied)
+
+        self.step = step
+        self._pending = self._thread.submit(write)
+
+    def wait(self) -> float:
+        """Wait for the save that is under way, if any; return the seconds that this took.
+
+        Group: world, one collective. Raises: CheckpointError on every rank if any rank failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return 0.0
+        begin, error = time.monotonic(), pending.exception()
+        if agreed(int(error is not None), self._mesh):
+            head = f"the checkpoint of step {self.step} was not saved"
+            if isinstance(error, CheckpointError):
+                raise CheckpointError([f"{head}: {p}" for p in error.problems]) from error
+            why = f"{type(error).__name__}: {error}" if error else "another rank failed"
+            raise CheckpointError(f"{head}: {why}") from error
+        return time.monotonic() - begin
