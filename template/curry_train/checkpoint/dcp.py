@@ -119,10 +119,10 @@ def save(
         _commit(temporary, final, manifest)
         prune(final.parent, keep=keep, keep_every=keep_every, keep_best=keep_best, also=[final])
 
-    temporary, keys = _through_rank_zero(mesh, claims, begin)
+    temporary, keys = through_rank_zero(mesh, claims, begin)
     if temporary is not None:
         try:
-            _through_rank_zero(mesh, write, end)
+            through_rank_zero(mesh, write, end)
         finally:
             if mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -172,8 +172,8 @@ def load(
         ]
         _raise_by_rank([problems for problems, _ in ranks], unknown)
 
-    _through_rank_zero(mesh, look, check)
-    _through_rank_zero(
+    through_rank_zero(mesh, look, check)
+    through_rank_zero(
         mesh, lambda: read_parts(checkpoint, parts, manifest["tensors"]), lambda _: None
     )
     return manifest
@@ -322,7 +322,7 @@ def _mismatches(path: Path, parts: Mapping[str, Part], saved: dict[str, Any]) ->
     return problems
 
 
-def _through_rank_zero(
+def through_rank_zero(
     mesh: Mesh, work: Callable[[], Any], decide: Callable[[list[Any]], list[Any] | None]
 ) -> Any:
     """Work on every rank, decide on rank 0 from all results, and return this rank's answer.
