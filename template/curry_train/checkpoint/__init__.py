@@ -115,7 +115,7 @@ def manifest_problems(manifest: Any) -> Iterator[str]:
             yield f"key {key} is {value!r:.40}, expected {expected}"
             return
     for entry in manifest["files"]:
-        if not _is_file_entry(entry):
+        if not is_file_entry(entry):
             yield f"key files holds {entry!r:.80}, expected name, bytes and sha256"
             return
     names = {entry["name"] for entry in manifest["files"]}
@@ -128,7 +128,8 @@ def manifest_problems(manifest: Any) -> Iterator[str]:
             yield f"key tensors, {name}: {problem}"
 
 
-def _is_file_entry(entry: Any) -> bool:
+def is_file_entry(entry: Any) -> bool:
+    """Say whether a value is a well-formed entry of a manifest's files."""
     return (
         isinstance(entry, dict)
         and isinstance(entry.get("name"), str)

@@ -1,0 +1,101 @@
+"""Words and columns for people: sizes, ages, tables that fit 100 columns, progress."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+WIDTH = 100
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def size_words(count: float) -> str:
+    """Write bytes with three digits: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def saved_at(seconds: float) -> str:
+    """Write a time of the last two days as an age, an older one as a date (UTC)."""
+    age = time.time() - seconds
+    if age < 0 or age > 48 * 3600:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    for unit, length in (("h", 3600), ("min", 60)):
+        if age >= 2 * length:
+            return f"{age / length:.0f} {unit} ago"
+    return f"{age:.0f} s ago"
+
+
+def mesh_words(mesh: Mapping[str, Any]) -> str:
+    """Write the axes that have more than one rank: pp2 tp2."""
+    known = [axis for axis in AXES if axis in mesh] + sorted(mesh.keys() - set(AXES))
+    return " ".join(f"{axis}{mesh[axis]}" for axis in known if mesh[axis] != 1) or "1 process"
+
+
+def number(value: float | None) -> str:
+    """Write a number in few digits; a dash for none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], *, give: int = 0) -> list[str]:
+    """Return lines of aligned columns, at most WIDTH wide; column `give` is shortened for that.
+
+    Numbers stand to the right. What is shortened keeps both of its ends.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    room = WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[give]
+    widths[give] = max(min(widths[give], room), 8)
+    right = [
+        bool(cells) and all(row[at][:1] in "-0123456789.in" for row in cells)
+        for at in range(len(heads))
+    ]
+    lines = []
+    for row in [list(heads), *cells]:
+        row[give] = _shorten(row[give], widths[give])
+        padded = (
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(row, widths, right, strict=True)
+        )
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _shorten(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    head = (width - 2) // 2
+    return f"{text[:head]}..{text[len(text) - (width - 2 - head) :]}"
+
+
+class Meter:
+    """Tells on stderr how much of long work is done; silent in the first two seconds."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self.live = sys.stderr.isatty()
+        self.next = time.monotonic() + 2.0
+        self.lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        """Count bytes; several threads may."""
+        with self.lock:
+            self.done += count
+            if time.monotonic() < self.next:
+                return
+            self.next = time.monotonic() + (0.2 if self.live else 10.0)
+            text = f"{self.what}: {size_words(self.done)} of {size_words(self.total)}"
+            begin, end = ("\r", "  ") if self.live else ("", "\n")
+            print(f"{begin}{text}", end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self.live and self.done:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
