@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from curry_train.runtime import Runtime
 from curry_train.tracking.progress import tell
 from curry_train.tracking.run_folder import Run
 
+if TYPE_CHECKING:
+    from curry_train.parallel.pipeline_parallel import Pipeline
+
 
 @torch.no_grad()
 def generate(
@@ -34,6 +37,7 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
     mesh: Mesh | None = None,
+    pipeline: Pipeline | None = None,
 ) -> list[int]:
     """Return up to `max_tokens` token ids that continue `prompt_ids` (at least one id).
 
@@ -41,35 +45,41 @@ def generate(
     the softmax of logits / temperature is sampled by a generator of its own, so the training
     randomness is untouched. Ends before `stop_id` when given. All ranks of a mesh call this
     together, also those with a whole model, which would else wait without a sign; rank 0 decides.
-    Group: world.
+    With a `pipeline` its chunks are the model, and each token passes its stages one after the
+    other. Group: world.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
+    chunks = [model] if pipeline is None else [*pipeline.chunks.values()]
     was_training = model.training
-    model.eval()
+    for chunk in chunks:
+        chunk.eval()
     ids = list(prompt_ids)
     for _ in range(max_tokens):
         window = torch.tensor([ids[-context:]], dtype=torch.int64, device=device)
         if mesh is None or mesh.world == 1:
             logits = model(window).logits[0, -1]
         else:
-            logits = shared_logits(model, window, mesh)
+            logits = shared_logits(model, window, mesh, pipeline)
         token = choose(logits.float().cpu(), temperature, generator)
         token = token if mesh is None else agreed(token if mesh.rank == 0 else -1, mesh)
         if token == stop_id:
             break
         ids.append(token)
-    model.train(was_training)
+    for chunk in chunks:
+        chunk.train(was_training)
     return ids[len(prompt_ids) :]
 
 
-def shared_logits(model: nn.Module, window: Tensor, mesh: Mesh) -> Tensor:
+def shared_logits(
+    model: nn.Module, window: Tensor, mesh: Mesh, pipeline: Pipeline | None = None
+) -> Tensor:
     """Return the logits [V] after the last token of `window`, int64 [1, S], on every rank.
 
     The window is padded to what the ranks can divide; padding has the document -1, so that no
-    expert takes it. Groups: those of the model; cp and tp, one collective each.
+    expert takes it. Groups: those of the model; cp, tp and pp, one collective each.
     """
-    cp, tp, last = mesh.group("cp"), mesh.group("tp"), window.shape[1] - 1
+    cp, last = mesh.group("cp"), window.shape[1] - 1
     unit = mesh.size("tp") * (1 if cp is None else 2 * mesh.size("cp"))
     missing = -window.shape[1] % unit
     batch = {
@@ -78,8 +88,24 @@ def shared_logits(model: nn.Module, window: Tensor, mesh: Mesh) -> Tensor:
         "doc_ids": F.pad(torch.zeros_like(window), (0, missing), value=-1),
     }
     batch = take(batch, cp)
+    if pipeline is not None:
+        output = pipeline.output(batch)
+        if output is None:
+            return pipeline.from_last(
+                torch.empty(model.padded_vocab, dtype=model.compute_dtype, device=window.device)
+            )
+        return pipeline.from_last(last_logits(output[0][0], batch["position_ids"][0], last, mesh))
     logits_SV = model(batch["input_ids"], batch["position_ids"], batch["doc_ids"]).logits[0]
-    here = (batch["position_ids"][0] == last).nonzero()
+    return last_logits(logits_SV, batch["position_ids"][0], last, mesh)
+
+
+def last_logits(logits_SV: Tensor, places_S: Tensor, last: int, mesh: Mesh) -> Tensor:
+    """Return the logits [V] of the token at place `last`, of logits [S, V / tp] of own tokens.
+
+    Shapes: places int64 [S]. Groups: cp and tp, one collective each.
+    """
+    cp, tp = mesh.group("cp"), mesh.group("tp")
+    here = (places_S == last).nonzero()
     own = logits_SV[here[0, 0]] if len(here) else torch.zeros_like(logits_SV[0])
     own = sum_forward(own, cp)
     return own if tp is None else stack_ranks(own, tp).flatten()
@@ -104,16 +130,9 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, **settings:
 
 
 def write_sample(runtime: Runtime, run: Run) -> None:
-    """Sample text from the model as it is now, print it and keep it in the journal; collective.
-
-    Ranks that hold only stages of a pipeline have no whole model: then the command is printed.
-    """
+    """Sample text from the model as it is now, print it and keep it in the journal; collective."""
     config, mesh = runtime.config, runtime.mesh
     if config.run.sample_tokens == 0:
-        return
-    if runtime.pipeline is not None:
-        if mesh.rank == 0:
-            tell(f"sample it with: python -m curry_train.generate {run.dir}")
         return
     text = sample_text(
         runtime.model,
@@ -123,6 +142,7 @@ def write_sample(runtime: Runtime, run: Run) -> None:
         context=config.data.seq_len,
         seed=config.seed,
         mesh=mesh,
+        pipeline=runtime.pipeline,
     )
     if mesh.rank == 0:
         run.sample(runtime.step, text)

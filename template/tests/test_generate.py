@@ -9,10 +9,11 @@ from projects import SMALL, exit_code, fork_ranks, forked, run_folders
 
 import curry_train.generate
 from curry_train.checkpoint import manifest_sha256
+from curry_train.checkpoint.training_state import load_for_inference
 from curry_train.compose import load_config
 from curry_train.config import Config, ModelConfig
 from curry_train.data import open_corpus
-from curry_train.generate import choose, generate, main, write_sample
+from curry_train.generate import choose, generate, main, sample_text, write_sample
 from curry_train.models.protocol import build_model
 from curry_train.parallel.mesh import build_mesh
 from curry_train.runtime import assemble
@@ -90,12 +91,24 @@ LAYOUTS = {
     "cp2 all_gather": (2, ["parallel.cp=2", "parallel.cp_kind=all_gather"]),
     "ep2": (2, ["parallel.ep=2"]),
     "zero3": (2, ["parallel.zero=3"]),
+    "pp2 dense": (2, ["parallel.pp=2", "model.num_experts=0"]),
+    "pp2 zbv zero2": (2, ["parallel.pp=2", "parallel.schedule=zbv", "parallel.zero=2"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "pp2 interleaved": (2, ["parallel.pp=2", "parallel.schedule=interleaved1f1b"]),
+    "pp2 cp2 tp2 zero3": (
+        8,
+        ["parallel.pp=2", "parallel.cp=2", "parallel.tp=2", "parallel.zero=3"],
+    ),
+    "pp2 ep2 dualpipev": (
+        4,
+        ["parallel.pp=2", "parallel.ep=2", "parallel.schedule=dualpipev", "parallel.overlap=true"],
+    ),
     "cp2 tp2 ep4 zero2": (
         4,
         ["parallel.cp=2", "parallel.tp=2", "parallel.ep=4", "parallel.zero=2"],
     ),
 }
-TEXT = ("model.num_hidden_layers=2", "model.moe_intermediate_size=16", "data.seq_len=16",
+TEXT = ("model.num_hidden_layers=4", "model.moe_intermediate_size=16", "data.seq_len=16",
         "precision=fp64", "accelerator=cpu", "model.initializer_range=0.3")  # fmt: skip
 PROMPTS = (
     [10, 20, 30],
@@ -107,6 +120,7 @@ PROMPTS = (
 def texts(runtime) -> list[list[int]]:
     """Continue every prompt, greedy and sampled."""
     settings = {"max_tokens": 6, "context": 16, "mesh": runtime.mesh}
+    settings["pipeline"] = runtime.pipeline
     ways = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
     return [generate(runtime.model, ids, **way, **settings) for ids in PROMPTS for way in ways]
 
@@ -122,19 +136,20 @@ def text_of_rank(rank, world, words):
     runtime = runtime_on(rank, words)
     before = torch.get_rng_state()
     found = texts(runtime)
-    assert torch.equal(before, torch.get_rng_state()) and runtime.model.training
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(chunk.training for chunk in runtime.chunks)
     return found
 
 
-def text_of_one() -> list[list[int]]:
-    return texts(runtime_on(0, ()))
+def text_of_one(*words) -> list[list[int]]:
+    return texts(runtime_on(0, words))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sampled(2)
 def test_ranks_that_share_a_model_write_the_text_of_one_process(layout):
     world, words = LAYOUTS[layout]
-    alone = text_of_one()
+    alone = text_of_one(*(word for word in words if word.startswith("model.")))
     assert len({tuple(ids) for ids in alone}) == 6, "no two of the texts are the same"
     assert run_ranks(text_of_rank, world, (f"devices={world}", *words)) == [alone] * world
 
@@ -175,8 +190,8 @@ def test_padding_of_a_window_takes_no_place_of_an_expert():
 def local_positions(rank, world, words):
     """Mutant: each rank reads its own last logits, not those after the last token."""
 
-    def shared(model, window, mesh):
-        logits = real(model, window.roll(1, 1), mesh)
+    def shared(model, window, mesh, pipeline):
+        logits = real(model, window.roll(1, 1), mesh, pipeline)
         return logits
 
     real, curry_train.generate.shared_logits = curry_train.generate.shared_logits, shared
@@ -188,20 +203,20 @@ def test_text_of_a_shifted_window_would_be_another():
     assert found[0] == found[1] != text_of_one()
 
 
-def test_a_pipeline_prints_the_command_and_its_checkpoint_samples_in_one_process(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_pipeline_samples_what_its_checkpoint_does_in_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = [w for w in SMALL if not w.startswith("run.sample_tokens")]
-    settings += ["run.max_steps=1", "run.sample_tokens=5", "run.name=piped", "parallel.pp=2"]
+    settings += ["run.max_steps=1", "run.sample_tokens=9", "run.name=piped", "parallel.pp=2"]
+    settings += ["run.sample_prompt=War", "parallel.schedule=zbv", "model.num_hidden_layers=4"]
     pids = fork_ranks(2, *settings, folder=tmp_path)
     assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / "rank-0.txt").read_text()
     out = (tmp_path / "rank-0.txt").read_text() + (tmp_path / "rank-1.txt").read_text()
     (folder,) = run_folders(tmp_path)
-    (line,) = [line for line in out.splitlines() if "curry_train.generate" in line]
-    command, _, path = line.partition("python -m curry_train.generate ")
-    assert command == "sample it with: " and "sample: " not in out
-    assert main([path.strip(), "--max-tokens=5", "--temperature=0", "--prompt=War"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("War") and len(text) > 4
-    assert (tmp_path / path.strip()).resolve() == folder.resolve()
+    [sample] = [
+        note["sample"]
+        for line in (folder / "journal.jsonl").read_text().splitlines()
+        if "sample" in (note := json.loads(line))
+    ]
+    assert out.count("sample: War") == 1 and sample.startswith("War") and len(sample) > 4
+    model, tokenizer, seq_len = load_for_inference(folder)
+    assert sample == sample_text(model, tokenizer, "War", max_tokens=9, context=seq_len, seed=0)

@@ -156,13 +156,26 @@ class Pipeline:
         loads, self.loads = self.loads, None
         return self.totals, loads
 
-    @torch.no_grad()
     def forward_sums(self, runtime: Any, batch: Batch) -> Tensor:
         """Return the sums [nll, aux, z, count] of a batch of any shape, forward only.
 
         Zero but on the last stage's ranks; a rank goes on to the next batch meanwhile.
         """
-        self.totals, inputs = zero_totals(self.mesh.device), (batch["input_ids"],)
+        self.totals = zero_totals(self.mesh.device)
+        with torch.no_grad():
+            output = self.output(batch)
+            if output is not None:
+                self.loss(output, batch["labels"])
+        return self.totals
+
+    @torch.no_grad()
+    def output(self, batch: Batch) -> tuple[Tensor, ...] | None:
+        """Pass a batch of any shape through the stages, one after the other, forward only.
+
+        Returns logits [B, S, padded vocabulary] and auxiliary losses as `forward` does on the last
+        stage's ranks, None on others, which have sent theirs on. Group: pp.
+        """
+        inputs: tuple[Tensor, ...] = (batch["input_ids"],)
         read = {name: batch.get(name) for name in READ_BY_ALL}
         for stage, chunk in self.chunks.items():
             if stage > 0 and stage - 1 not in self.chunks:
@@ -170,12 +183,15 @@ class Pipeline:
                 for tensor in inputs:
                     dist.recv(tensor, group=self.group, group_src=self.owner[stage - 1])
             inputs = chunk(*inputs, **read)
-            if stage == self.last:
-                self.loss(inputs, batch["labels"])
-            elif stage + 1 not in self.chunks:
+            if stage < self.last and stage + 1 not in self.chunks:
                 for tensor in inputs:
                     dist.send(tensor, group=self.group, group_dst=self.owner[stage + 1])
-        return self.totals
+        return inputs if self.last in self.chunks else None
+
+    def from_last(self, x: Tensor) -> Tensor:
+        """Return what the last stage's ranks have in x, any shape, on all. Group: pp, in place."""
+        dist.broadcast(x, group=self.group, group_src=self.owner[self.last])
+        return x
 
     def message(
         self, input_ids: Tensor, device: Any, *, last: bool = False, **options: Any
