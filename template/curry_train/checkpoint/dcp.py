@@ -14,6 +14,8 @@ import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,14 @@ from curry_train.checkpoint.storage import (
     Claim,
     as_part,
     box_of,
+    check_written,
     claim,
     dtype_name,
     plan_save,
     rank_file,
     read_parts,
+    tensor_file,
     write_file,
-    write_parts,
     write_safetensors,
     writing,
 )
@@ -107,9 +110,12 @@ def save(
         return [(temporary, mine) for mine in keys]
 
     def write() -> list[dict[str, Any]]:
-        entries = write_parts(temporary, mesh.rank, parts, keys)
-        if rank_tensors:
-            entries.append(write_safetensors(temporary / rank_file(mesh.rank), rank_tensors))
+        shared = {key: parts[name].tensor for name, key in keys.items()}
+        own = {tensor_file(mesh.rank): shared, rank_file(mesh.rank): rank_tensors}
+        held = {name: tensors for name, tensors in own.items() if tensors}
+        entries = [write_safetensors(temporary / name, held[name]) for name in held]
+        for entry in entries:
+            check_written(temporary, entry, held[entry["name"]])
         for name, content in files.items() if mesh.rank == 0 else ():
             entries.append(write_file(temporary / name, [content]))
         return entries
@@ -159,7 +165,9 @@ def load(
         except CheckpointError as error:
             return error.problems, list(parts)
         mine = manifest["files"][mesh.rank :: mesh.world]
-        found = [file_problem(checkpoint, entry, verify=verify) for entry in mine]
+        with ThreadPoolExecutor() as threads:
+            looking = partial(file_problem, checkpoint, verify=verify)
+            found = [*threads.map(looking, mine)]
         problems = [problem for problem in found if problem is not None]
         return problems + _mismatches(path, parts, manifest["tensors"]), list(parts)
 
@@ -241,11 +249,11 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     with writing(final):
         _sync_folder(temporary)
         os.replace(temporary, final)
+        _sync_folder(final.parent)  # before older ones may be removed
     pointer = final.with_name(f"latest.tmp-{secrets.token_hex(3)}")
     try:
         write_file(pointer, [f"{final.name}\n".encode()])
         os.replace(pointer, final.with_name("latest"))
-        _sync_folder(final.parent)
     except (CheckpointError, OSError) as error:
         pointer.unlink(missing_ok=True)
         warnings.warn(f"{final.with_name('latest')} could not be moved: {error}", stacklevel=2)

@@ -16,9 +16,9 @@ import hashlib
 import json
 import math
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +27,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from curry_train.checkpoint import DTYPES, CheckpointError
+from curry_train.checkpoint import DTYPES, CheckpointError, file_problem
 from curry_train.checkpoint.boxes import Box, cover_problem
 from curry_train.parallel.shards import Part
+
+ROW = 512
+"""Words of eight bytes in a row of a fingerprint."""
+UNHASHED = 2**28
+"""Bytes, perhaps of copies, that may wait for their hash when they are written."""
 
 
 class Claim(NamedTuple):
@@ -39,7 +44,7 @@ class Claim(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     bytes: int
-    bits: tuple[int, int] | None
+    bits: tuple[int, ...] | None
 
     @property
     def kind(self) -> str:
@@ -57,7 +62,8 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _tensor_file(rank: int) -> str:
+def tensor_file(rank: int) -> str:
+    """Name the file of what one rank writes of the global state."""
     return f"tensors-{rank:05d}.safetensors"
 
 
@@ -114,7 +120,7 @@ def plan_save(ranks: Sequence[Mapping[str, Claim]]) -> tuple[dict[str, Any], lis
         key = name if size == shape else f"{name}@{','.join(map(str, offset))}"
         keys[rank][name] = key
         entry = tensors.setdefault(name, {"dtype": found.dtype, "shape": shape, "chunks": []})
-        chunk = {"offset": offset, "shape": size, "file": _tensor_file(rank), "key": key}
+        chunk = {"offset": offset, "shape": size, "file": tensor_file(rank), "key": key}
         entry["chunks"].append(chunk)
     for entry in tensors.values():
         entry["chunks"].sort(key=lambda chunk: chunk["offset"])
@@ -124,7 +130,7 @@ def plan_save(ranks: Sequence[Mapping[str, Claim]]) -> tuple[dict[str, Any], lis
 def _clash(held: list[tuple[int, Claim]]) -> str | None:
     """Say how the ranks disagree about one tensor, or where their boxes overlap or miss some."""
     first, wanted = held[0]
-    seen: dict[Box, tuple[int, tuple[int, int] | None]] = {}
+    seen: dict[Box, tuple[int, tuple[int, ...] | None]] = {}
     for rank, found in held:
         if found.kind != wanted.kind:
             return (
@@ -148,19 +154,25 @@ def _clash(held: list[tuple[int, Claim]]) -> str | None:
     )
 
 
-def _fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Sum the bits of rows and of columns, weighted by their place, so that unequal replicas show.
+def _fingerprint(tensor: Tensor) -> tuple[int, ...]:
+    """Sum the bits of a tensor, eight bytes at a time, so that unequal replicas show.
 
-    Eight bytes each; a swap of two rows or two columns shows as well.
+    Sums of rows and of columns of the values in a row, weighted by their place: a swap shows too.
     """
-    if not tensor.numel():
-        return 0, 0
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = _flat(tensor).view(integers[tensor.element_size()])
-    rows = bits.reshape(tensor.shape[0] if tensor.dim() > 1 else len(bits), -1)
-    sums = (rows.sum(dim, dtype=torch.int64) for dim in (1, 0))
-    first, second = (int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums)
-    return first, second
+    octets = _flat(tensor).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    words = octets[: len(octets) // 8 * 8].view(torch.int64)
+    square = len(words) // ROW * ROW
+    parts = (words[:square].view(-1, ROW), words[square:], octets[8 * len(words) :].long())
+    return tuple(total for part in parts for total in _weighted(part))
+
+
+def _weighted(words: Tensor) -> list[int]:
+    """Sum int64 rows and columns [R, C] or [C], each times its place, modulo 2**64."""
+    rows = words if words.dim() == 2 else words[None]
+    sums = (rows.sum(dim) for dim in (1, 0))
+    return [int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums]
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -184,15 +196,19 @@ def writing(path: Path) -> Iterator[None]:
 def write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:
     """Write byte chunks to a new file, flush it to disk and return its entry for the manifest.
 
-    The hash is taken beside the write, so a save costs the slower of the two, not their sum.
+    The hash is taken beside the write and the flush, so a save costs the slower, not their sum.
     """
-    digest, size = hashlib.sha256(), 0
+    digest, size, hashed = hashlib.sha256(), 0, 0
+    queue: deque[tuple[Future[None], int]] = deque()
     with writing(path), path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
         for chunk in chunks:
             data = memoryview(chunk).cast("B")
-            hashed = hashing.submit(digest.update, data)
+            queue.append((hashing.submit(digest.update, data), len(data)))
             size += file.write(data)
-            hashed.result()
+            while size - hashed > UNHASHED:
+                done, count = queue.popleft()
+                done.result()
+                hashed += count
         file.flush()
         os.fsync(file.fileno())
     return {"name": path.name, "bytes": size, "sha256": digest.hexdigest()}
@@ -233,12 +249,30 @@ def write_streamed(
     return write_file(path, chunks())
 
 
-def write_parts(
-    folder: Path, rank: int, parts: Mapping[str, Part], keys: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Write the parts that `keys` names; return the file's entry, none when there is nothing."""
-    tensors = {key: parts[name].tensor for name, key in keys.items()}
-    return [write_safetensors(folder / _tensor_file(rank), tensors)] if tensors else []
+def check_written(folder: Path, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Read size and header of a file again before the checkpoint is named.
+
+    tensors: what the manifest will say is in it, under its keys. Raises: CheckpointError.
+    """
+    problem, path = file_problem(folder, entry, verify=False), folder / entry["name"]
+    if problem is None:
+        wanted = {k: f"{DTYPES[dtype_name(t.dtype)]} {[*t.shape]}" for k, t in tensors.items()}
+        try:
+            with safe_open(path, framework="pt") as opened:
+                blocks = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            found = {key: f"{b.get_dtype()} {b.get_shape()}" for key, b in blocks.items()}
+        except (SafetensorError, OSError) as error:
+            problem = f"{path} is no valid safetensors file: {error}"
+        else:
+            odd = min((k for k in {*found, *wanted} if found.get(k) != wanted.get(k)), default=None)
+            if odd is not None:
+                told = f"{found.get(odd)}, it was given {wanted.get(odd)}"
+                problem = f"{path} key {odd} reads back as {told}"
+    if problem is not None:
+        raise CheckpointError(
+            f"{problem}, just after it was written; the new checkpoint is dropped, older ones stay "
+            "valid. The disk or another program changed it: save to another disk (run.dir)"
+        )
 
 
 def read_parts(folder: Path, parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
