@@ -122,6 +122,15 @@ FAMILIES = {
         pieces=(HEADS, ROPE, OPTIONAL_WINDOW, SPARSE_BLOCKS),
         fixed={"qk_norm": True},
     ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        fields=MIXTURE
+        | _same("attention_bias clip_qkv norm_topk_prob")
+        | {"moe_intermediate_size": ("intermediate_size",)},
+        pieces=(HEADS, ROPE),
+        absent={"rms_norm_eps": 1e-5, "clip_qkv": None, "router_aux_loss_coef": 0.01},
+        fixed={"qk_norm": True, "qk_norm_width": "projection"},
+    ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",
         fields=DEEPSEEK,
