@@ -244,8 +244,10 @@ def diff(args: argparse.Namespace) -> Answer:
     manifests = [read_manifest(path) for path in paths]
     fields = changed_keys(*map(_fields, manifests))
     counts = {key for key in fields if key.partition(".")[0] not in LAYOUT_FIELDS}
-    if manifests[0]["mesh"] != manifests[1]["mesh"]:
-        counts -= {key for key in fields if key.startswith("file rank-")}
+    other_ranks = manifests[0]["mesh"] != manifests[1]["mesh"]
+    for key, pair in fields.items():
+        if key.startswith("file rank-") and (other_ranks or None in pair):
+            counts.discard(key)
     if args.weights_only:
         counts = {key for key in counts if key.startswith("model.")}
     ours, theirs = ({n: e for n, e in m["tensors"].items() if _chosen(args, n)} for m in manifests)
