@@ -8,9 +8,11 @@ architecture is one entry, of fields and of the pieces in config_keys.py. Import
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from curry_train import rules
 from curry_train.checkpoint import CheckpointError
@@ -33,6 +35,8 @@ from curry_train.checkpoint.config_keys import (
     Piece,
 )
 from curry_train.config import ModelConfig, known_settings
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -336,43 +340,52 @@ def live(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in asdict(model).items() if key not in dead}
 
 
-class Source(NamedTuple):
-    """Where a tensor of ours, or one expert of it, lies in files.
+DELIBERATE = frozenset("max_position_embeddings capacity_factor drop_policy".split())
+"""Fields that a run may set otherwise than config.json: they fit the same weights."""
 
-    key, shape: of the tensor in the file. expert: the index in our first dimension, None: all of
-    it. half: 0 or 1 takes every second of the last dimension, from there on. transposed: the last
-    two dimensions are swapped.
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raises: CheckpointError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; give a folder of Hugging Face") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def read_model(folder: Path) -> tuple[ModelConfig, Family, list[str]]:
+    """Return the model that a folder's config.json describes, its family, and notes for people.
+
+    Raises: CheckpointError; also for weights that are quantized otherwise than by MXFP4.
     """
+    raw = read_json(folder / CONFIG)
+    packing = raw.get("quantization_config") or {}
+    method = packing.get("quant_method", "unnamed") if isinstance(packing, dict) else packing
+    name, family = family_of(raw)
+    if packing and (method != "mxfp4" or family.experts != "alternating"):
+        raise CheckpointError(
+            f"{folder / CONFIG}: weights quantized by {method}; read are plain weights and MXFP4 of"
+            " gpt-oss. Give a folder with weights in bfloat16 or float32"
+        )
+    notes = ["auto_map names code in the folder, which was not run"] * ("auto_map" in raw)
+    return read_config(raw), family, notes
 
-    key: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-    half: int | None = None
-    transposed: bool = False
 
-
-def sources(family: Family, name: str, shape: tuple[int, ...]) -> list[Source]:
-    """Return where the tensor `name` of this global shape lies in the files of a family."""
-    theirs = name
-    if ".experts." not in name:
-        for ours, piece in family.names.items():
-            theirs = theirs.replace(ours, piece)
-        return [Source(theirs, shape)]
-    bank, _, leaf = name.partition(".experts.")
-    if family.experts == "each":
-        found = []
-        for expert in range(shape[0]):
-            theirs = f"{bank}.experts.{expert}.{leaf}"
-            for ours, piece in family.names.items():
-                theirs = theirs.replace(ours, piece)
-            found.append(Source(theirs, shape[1:], expert))
-        return found
-    matrix, _, kind = leaf.partition(".")
-    half = {"gate_proj": 0, "up_proj": 1}.get(matrix)
-    fused = "down_proj" if half is None else "gate_up_proj"
-    transposed = kind == "weight"
-    theirs = f"{bank}.experts.{fused}{'' if transposed else '_bias'}"
-    sizes = (shape[0], shape[2], shape[1]) if transposed else shape
-    if half is not None:
-        sizes = (*sizes[:-1], 2 * sizes[-1])
-    return [Source(theirs, sizes, None, half, transposed)]
+def differences(folder: Path, described: ModelConfig, model: Any) -> list[str]:
+    """Say which settings of `model` make it another than the one of the folder."""
+    if not isinstance(model, ModelConfig):
+        kind = getattr(model, "architecture", type(model).__name__)
+        told = f"model.architecture={kind}: weights of Hugging Face fit model.architecture=decoder"
+        return [f"{told} only; set that"]
+    theirs, ours = live(described), live(model)
+    found = []
+    for key in sorted((theirs.keys() | ours.keys()) - DELIBERATE):
+        wanted, given = (rules.shown(getattr(of, key)) for of in (described, model))
+        if wanted != given:
+            where = f"{folder / CONFIG} has {wanted}"
+            found.append(f"model.{key}={given}: {where}; set model.{key}={wanted}")
+    return found
