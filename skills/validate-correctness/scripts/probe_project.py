@@ -1,0 +1,98 @@
+"""Told by one state of a project: its configuration, its data, and which batches it reads.
+
+Runs in the project's environment with the state's folder as the current one:
+`python probe_project.py PROJECT STEPS KEY=VALUE ...` prints one line of JSON. Exit code 2 and the
+sentences on stderr when the configuration or the data is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+MOST_TOKENS = 2**24
+"""What is hashed; a difference that begins later shows in the losses."""
+PATHS = ("data.input", "data.tokenizer", "run.init_from")
+
+
+def main(argv: list[str]) -> int:
+    """Print what the state's own code makes of the words."""
+    project, steps, words = Path(argv[0]), int(argv[1]), argv[2:]
+    sys.path[0] = os.getcwd()
+    from curry_train.config import ConfigError, config_hash, to_dict
+    from curry_train.data import DataError, open_corpus
+
+    try:
+        config, moved = load(words, project)
+        corpus = open_corpus(config.data, cache_dir=Path(config.data.cache_dir))
+    except (ConfigError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    batches, why = [], ""
+    try:
+        batches = hashes(config, corpus, steps)
+    except Exception as error:  # the loader of another version: the losses still tell
+        why = f"{type(error).__name__}: {error}"
+    told = {
+        "config": to_dict(config),
+        "config_hash": config_hash(config),
+        "data_hash": corpus.hash,
+        "moved": moved,
+        "batches": batches,
+        "why": why,
+    }
+    print(json.dumps(told, default=str))
+    return 0
+
+
+def load(words: list[str], project: Path) -> tuple[Any, list[str]]:
+    """Return the Config, and as words the paths that only the user's own folder has.
+
+    Data that git does not keep is not in a worktree: a relative path then means the user's folder.
+    """
+    from curry_train.compose import load_config
+    from curry_train.config import ConfigError
+
+    here = Path.cwd()
+    try:
+        return load_config(words), []
+    except ConfigError as refused:
+        os.chdir(project)
+        try:
+            config = load_config(words)
+        except ConfigError:
+            raise refused from None
+        finally:
+            os.chdir(here)
+    moved = []
+    for key in PATHS:
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and not Path(value).exists() and (project / value).exists():
+            moved.append(f"{key}={project / value}")
+    return load_config([*words, *moved]), moved
+
+
+def hashes(config: Any, corpus: Any, steps: int) -> list[str]:
+    """Hash the global batch of each step, as the state's own loader makes it for one process."""
+    from curry_train.data.loader import Loader
+
+    data = config.data
+    loader = Loader(corpus, data, seed=config.seed, micro_batch_size=data.global_batch_size)
+    found = []
+    for _ in range(max(1, min(steps, MOST_TOKENS // (data.global_batch_size * data.seq_len)))):
+        digest = hashlib.sha256()
+        for batch in loader.next_step():
+            for name in sorted(batch):
+                digest.update(name.encode())
+                digest.update(batch[name].numpy().tobytes())
+        found.append(digest.hexdigest()[:16])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
