@@ -251,7 +251,7 @@ def _equal(folder: Path, one: Stored, key: str, other: Stored) -> bool:
         return False
     with opened(folder / one.file) as here, opened(folder / other.file) as there:
         pair = here.get_tensor(key), there.get_tensor(EMBEDDING)
-        return torch.equal(*(tensor.view(torch.uint8) for tensor in pair))
+        return torch.equal(*map(_bits, pair))
 
 
 def load(
@@ -364,3 +364,34 @@ def _unpack(tensors: Any, target: Tensor, mine: Box, source: Source) -> None:
         values = decode(packed, shared, wide)
         first = column - BLOCK * groups.start
         target[at].copy_(values[:, first : first + mine.size[2]])
+
+
+def unequal(folder: Path, stored: Tensor, item: Found) -> str | None:
+    """Say how values of ours, a whole tensor of any float dtype, differ from those in the files.
+
+    Bits are compared both ways: the files' cast as a load casts them, and ours cast back.
+    """
+    source, path = item.source, folder / item.stored.file
+    row = 0 if source.expert is None else source.expert
+    mine = stored if source.expert is None else stored[row : row + 1]
+    again = torch.empty_like(mine)
+    with opened(path) as tensors:
+        fill_from(tensors, Part(again, stored.shape, (row, *(0 for _ in stored.shape[1:]))), item)
+        pairs = [(mine, again)]
+        if not item.packed:
+            raw = as_ours(tensors.get_tensor(source.key), source).reshape(mine.shape)
+            pairs.append((mine.to(raw.dtype), raw))
+        for ours, theirs in pairs:
+            differ = (_bits(ours) != _bits(theirs)).nonzero()
+            if len(differ):
+                at = tuple(differ[0].tolist())
+                return (
+                    f"{len(differ)} of {ours.numel()} values differ from {source.key} in {path},"
+                    f" first at {[*at]}: {ours[at].item()} here, {theirs[at].item()} there"
+                )
+    return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])

@@ -97,6 +97,24 @@ class LibraryTokenizer:
         beside.write_text(json.dumps({"eos_token": self.eos_token}), encoding="utf-8")
 
 
+def library_json() -> str:
+    """Return a tokenizer.json of the `tokenizers` library that makes the ids of ByteTokenizer."""
+    from tokenizers import pre_tokenizers
+
+    # The library writes every byte as one letter: itself where it prints, else the next free one.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printed = {ord(letter): letter for letter in letters if ord(letter) < 256}
+    free = iter(letter for letter in letters if ord(letter) >= 256)
+    vocab = {printed.get(byte) or next(free): byte for byte in range(256)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = {"id": len(vocab), "content": END_OF_TEXT, "special": True, **flags}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    level["use_regex"] = False
+    model = {"type": "BPE", "vocab": vocab | {END_OF_TEXT: len(vocab)}, "merges": []}
+    parts = {"added_tokens": [end], "pre_tokenizer": level, "decoder": level, "model": model}
+    return json.dumps({"version": "1.0", **parts})
+
+
 Tokenizer = ByteTokenizer | LibraryTokenizer
 
 
