@@ -72,6 +72,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_step_folder(path: Path) -> bool:
+    """Say whether a path has the name of a checkpoint, complete or not."""
+    return _STEP_FOLDER.fullmatch(path.name) is not None
+
+
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read and validate the manifest of one checkpoint folder; opens no other file.
 
@@ -212,7 +217,7 @@ def is_complete(checkpoint: Path) -> bool:
 def complete_checkpoints(root: Path) -> Iterator[Path]:
     """Yield the complete checkpoints under root, newest step first; never raises."""
     try:
-        folders = [entry for entry in Path(root).iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
+        folders = [entry for entry in Path(root).iterdir() if is_step_folder(entry)]
     except OSError:
         return
     folders.sort(key=lambda folder: int(folder.name.removeprefix("step-")), reverse=True)
@@ -226,3 +231,17 @@ def latest(root: Path) -> Path | None:
     leaves it one checkpoint behind, so the folders themselves decide.
     """
     return next(complete_checkpoints(root), None)
+
+
+def weights_only(manifest: dict[str, Any]) -> bool:
+    """Say whether a checkpoint lacks what a run needs to go on, as an imported model's does."""
+    return "optim.step" not in manifest["tensors"]
+
+
+def offer_older(checkpoint: Path, setting: str = "run.resume") -> list[str]:
+    """Return a sentence that names the newest complete checkpoint before `checkpoint`, if any."""
+    others = complete_checkpoints(Path(checkpoint).parent)
+    older = next((path for path in others if path.name < Path(checkpoint).name), None)
+    if older is None:
+        return []
+    return [f"nothing was changed; an older checkpoint is there: {setting}={older}"]

@@ -36,10 +36,11 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor | Part]) -> dict[str, Any]:
-        """Return the same tensors as Parts of buffers, whole when this returns.
+        """Return the same tensors as buffers, Parts of them where a box is not all of a tensor.
 
-        Copies of CUDA tensors queue on the current stream, behind the optimizer's step. What is no
-        dense tensor with data is returned as it is, for the save to refuse it.
+        The copies are whole when this returns; those of CUDA tensors queue on the current stream,
+        behind the optimizer's step. What is no dense tensor with data is returned as it is, for
+        the save to refuse it.
         """
         staged: dict[str, Any] = {}
         streams = set()
@@ -52,7 +53,8 @@ class Staging:
             source = part.tensor.detach()
             buffer = self._buffer(name, source)
             buffer.copy_(source, non_blocking=True)
-            staged[name] = part._replace(tensor=buffer)
+            whole = buffer.shape == torch.Size(part.shape)
+            staged[name] = buffer if whole else part._replace(tensor=buffer)
             if source.is_cuda:
                 streams.add(torch.cuda.current_stream(source.device))
         for stream in streams:
@@ -110,16 +112,14 @@ class AsyncSave:
         if self._pending is not None:
             raise ValueError("a save is still pending; call wait() before the next start()")
         staged = self._staging.copy({**tensors, **rank_tensors})
-        arguments = {
-            "step": step,
-            "tensors": {name: staged[name] for name in tensors},
-            "rank_tensors": {name: staged[name].tensor for name in rank_tensors},
-            **options,
-        }
         copied = time.monotonic()
+        shared = {name: staged[name] for name in tensors}
+        own = {name: staged[name] for name in rank_tensors}
 
         def write() -> None:
-            committed(dcp.save(root, mesh=self._own_mesh, **arguments), copied)
+            mesh = self._own_mesh
+            path = dcp.save(root, step=step, tensors=shared, rank_tensors=own, mesh=mesh, **options)
+            committed(path, copied)
 
         self.step = step
         self._pending = self._thread.submit(write)

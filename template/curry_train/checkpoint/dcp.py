@@ -168,7 +168,11 @@ def load(
         with ThreadPoolExecutor() as threads:
             looking = partial(file_problem, checkpoint, verify=verify)
             found = [*threads.map(looking, mine)]
-        problems = [problem for problem in found if problem is not None]
+        problems = [
+            f"{problem}; {_content(manifest, entry['name'])}"
+            for entry, problem in zip(mine, found, strict=True)
+            if problem is not None
+        ]
         return problems + _mismatches(path, parts, manifest["tensors"]), list(parts)
 
     def check(ranks: list[tuple[list[str], list[str]]]) -> None:
@@ -305,6 +309,13 @@ def _misplaced(name: str, part: Part) -> list[str]:
         f"tensor {name}: a box of shape {list(part.tensor.shape)} at offset {list(part.offset)} "
         f"lies outside the global shape {list(part.shape)}; set the Part's shape and offset"
     ]
+
+
+def _content(manifest: dict[str, Any], file: str) -> str:
+    """Say which tensors a file holds, by the first key."""
+    chunks = (chunk for entry in manifest["tensors"].values() for chunk in entry["chunks"])
+    keys = [chunk["key"] for chunk in chunks if chunk["file"] == file]
+    return f"it holds key {keys[0]} and {len(keys) - 1} more" if keys else "it holds no tensors"
 
 
 def _mismatches(path: Path, parts: Mapping[str, Part], saved: dict[str, Any]) -> list[str]:

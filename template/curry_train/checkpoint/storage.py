@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -189,8 +190,18 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written: {error.strerror}; the new checkpoint is dropped, older "
-            "ones stay valid. Free disk space or lower run.keep"
+            f"ones stay valid. {_room(path)}"
         ) from error
+
+
+def _room(path: Path) -> str:
+    """Say what may be freed so that a checkpoint finds room."""
+    there = next((folder for folder in path.parents if folder.is_dir()), Path())
+    left = shutil.disk_usage(there).free / 1e6
+    return (
+        f"{left:.0f} MB are left on its disk: free space by removing older checkpoints or runs, or "
+        "lower run.keep"
+    )
 
 
 def write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:

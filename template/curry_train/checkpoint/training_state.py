@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curry_train.checkpoint import MANIFEST, complete_checkpoints, dcp, folder_name
+from curry_train.checkpoint import MANIFEST, dcp, folder_name, offer_older, weights_only
 from curry_train.checkpoint.async_save import AsyncSave
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
@@ -230,6 +230,11 @@ def checkpoint_of(runtime: Runtime, row: Mapping[str, float]) -> dict[str, Any]:
 
 def restore(runtime: Runtime, checkpoint: Path) -> dict[str, Any]:
     """Load weights, moments, randomness and position in place; returns the manifest."""
+    if weights_only(dcp.read_manifest(checkpoint)):
+        raise dcp.CheckpointError(
+            f"{checkpoint} holds weights only, from which no run can go on; start one with "
+            f"run.init_from={checkpoint}"
+        )
     materialise_state(runtime.optimizer)
     tensors = training_tensors(runtime)
     manifest = dcp.load(checkpoint, tensors, mesh=runtime.mesh)
@@ -256,18 +261,13 @@ def begin(runtime: Runtime, run: Run) -> None:
         except dcp.CheckpointError as error:
             raise dcp.CheckpointError([*error.problems, *offer_older(run.checkpoint)]) from None
     elif init_from is not None:
-        dcp.load(Path(init_from), weight_tensors(runtime), mesh=runtime.mesh, ignore=("optim.",))
+        path = Path(init_from)
+        try:
+            dcp.load(path, weight_tensors(runtime), mesh=runtime.mesh, ignore=("optim.",))
+        except dcp.CheckpointError as error:
+            offer = offer_older(path, "run.init_from")
+            raise dcp.CheckpointError([*error.problems, *offer]) from None
         fill_tied(runtime)
-
-
-def offer_older(checkpoint: Path) -> list[str]:
-    """Return a sentence that names the newest complete checkpoint before `checkpoint`, if any."""
-    older = [
-        path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name
-    ]
-    if not older:
-        return []
-    return [f"nothing was changed; an older checkpoint is there: run.resume={max(older)}"]
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> dict[str, Any]:

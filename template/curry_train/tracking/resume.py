@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from curry_train.checkpoint import MANIFEST, CheckpointError, latest, read_manifest
+from curry_train.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    is_step_folder,
+    latest,
+    offer_older,
+    read_manifest,
+    weights_only,
+)
 from curry_train.config import Config, ConfigError, to_dict
 from curry_train.tracking.journal import read_journal
 from curry_train.tracking.lease import live_writer
@@ -74,7 +82,7 @@ def find_resume(config: Config, data_hash: str, *, env: Mapping[str, str] | None
     if config.run.resume == "auto":
         return _auto(config, data_hash, fixed)
     path, never = Path(config.run.resume), config.run.resume == "never"
-    if not never and not (path / MANIFEST).exists():
+    if not never and not (path / MANIFEST).exists() and not is_step_folder(path):
         return _folder(config, data_hash, path, fixed)
     if fixed is not None and (fixed / JOURNAL).exists():
         raise ConfigError(
@@ -191,7 +199,15 @@ def _refuse_misfits(config: Config, data_hash: str, checkpoint: Path) -> None:
     try:
         saved = read_manifest(checkpoint)
     except CheckpointError as error:
-        raise ConfigError([f"run.resume={checkpoint}: {p}" for p in error.problems]) from None
+        told = [*error.problems, *offer_older(checkpoint)]
+        raise ConfigError([f"run.resume={checkpoint}: {p}" for p in told]) from None
+    if weights_only(saved):
+        raise ConfigError(
+            [
+                f"run.resume={checkpoint} holds weights only, from which no run can go on; start "
+                f"one with run.init_from={checkpoint}"
+            ]
+        )
     here = {"seed": config.seed, "data.seq_len": config.data.seq_len, "data_hash": data_hash}
     there = {key: saved.get(key.removeprefix("data."), value) for key, value in here.items()}
     kinds = {entry["dtype"] for entry in saved["tensors"].values()}
