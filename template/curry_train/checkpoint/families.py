@@ -35,6 +35,7 @@ from curry_train.checkpoint.config_keys import (
     Piece,
 )
 from curry_train.config import ModelConfig, known_settings
+from curry_train.model_rules import MIXTURE_ONLY, model_problems, shown
 
 CONFIG = "config.json"
 
@@ -228,7 +229,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     allowed = {key: kinds for key, kinds in {**ONLY, **family.only}.items() if key not in keys.seen}
     for key, kinds in allowed.items():
         if keys.take(key, absent=None) not in (None, *kinds):
-            told = f"; computed here is {rules.shown(kinds[0])}" if kinds else ""
+            told = f"; computed here is {shown(kinds[0])}" if kinds else ""
             keys.problems.append(f"{key}={raw[key]} is nothing that a model here computes{told}")
     unknown = sorted(raw.keys() - keys.seen - HARMLESS - family.writes.keys())
     keys.problems += [
@@ -239,7 +240,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     ]
     model = _converted(values, keys.problems)
     if not keys.problems:
-        keys.problems += rules.model_problems(model)
+        keys.problems += model_problems(model)
     if keys.problems:
         raise CheckpointError([f"config.json of {name}: {text}" for text in keys.problems])
     return model
@@ -304,8 +305,8 @@ def _differences(name: str, raw: dict[str, Any], model: ModelConfig) -> Iterable
         if again.get(key, getattr(ModelConfig, key)) != value:
             other = again.get(key, getattr(ModelConfig, key))
             yield (
-                f"model.{key}={rules.shown(value)}: {name}, the nearest architecture of"
-                f" transformers, has {rules.shown(other)}; it cannot be exported"
+                f"model.{key}={shown(value)}: {name}, the nearest architecture of"
+                f" transformers, has {shown(other)}; it cannot be exported"
             )
 
 
@@ -321,7 +322,7 @@ def live(model: ModelConfig) -> dict[str, Any]:
     dead = set(TRAINING)
     experts, dense = model.num_experts > 0, model.first_k_dense_replace
     if not experts:
-        dead |= {*rules.MIXTURE_ONLY, "num_experts_per_tok", "moe_intermediate_size"}
+        dead |= {*MIXTURE_ONLY, "num_experts_per_tok", "moe_intermediate_size"}
         dead |= {"scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group"}
     if experts and not dense:
         dead.add("intermediate_size")
@@ -384,7 +385,7 @@ def differences(folder: Path, described: ModelConfig, model: Any) -> list[str]:
     theirs, ours = live(described), live(model)
     found = []
     for key in sorted((theirs.keys() | ours.keys()) - DELIBERATE):
-        wanted, given = (rules.shown(getattr(of, key)) for of in (described, model))
+        wanted, given = (shown(getattr(of, key)) for of in (described, model))
         if wanted != given:
             where = f"{folder / CONFIG} has {wanted}"
             found.append(f"model.{key}={given}: {where}; set model.{key}={wanted}")

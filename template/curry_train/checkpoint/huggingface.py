@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curry_train.checkpoint import MANIFEST, CheckpointError, latest, read_manifest
-from curry_train.checkpoint.families import CONFIG, read_model
+from curry_train.checkpoint.families import CONFIG, differences, read_model
 from curry_train.checkpoint.tables import Meter, size_words
 from curry_train.config import ModelConfig
 from curry_train.data import DataError
@@ -39,6 +39,20 @@ Told = Callable[[int], None]
 def is_hugging_face(folder: Path) -> bool:
     """Say whether a folder is one of Hugging Face and no checkpoint of format 1."""
     return (Path(folder) / CONFIG).is_file() and not (Path(folder) / MANIFEST).exists()
+
+
+def initial_problems(folder: Path, model: Any) -> list[str]:
+    """Say why a run with this `model` group cannot start from the weights of a folder.
+
+    Opens config.json, or the manifest of a checkpoint, alone.
+    """
+    try:
+        if is_hugging_face(folder):
+            return differences(folder, read_model(folder)[0], model)
+        read_manifest(folder)
+    except CheckpointError as error:
+        return error.problems
+    return []
 
 
 def load(
