@@ -188,7 +188,7 @@ def checkpoint(trained, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("known")
     tokenizer.save(folder / "tokenizer.json")
     meta = {"samples_consumed": 0, "tokens": 0, "data_hash": "", "config_hash": "", "mesh": {}}
-    meta |= {"seq_len": 128, "seed": 0, "model": to_dict(Config(model=MODEL))["model"]}
+    meta |= {"seq_len": 512, "seed": 0, "model": to_dict(Config(model=MODEL))["model"]}
     meta["loss_scale"] = [1.0, 0]
     return dcp.save(
         folder / "checkpoints",
