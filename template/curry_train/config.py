@@ -288,7 +288,7 @@ class RunConfig:
     resume: str = "never"
     """never, auto, a run folder or a checkpoint folder."""
     init_from: str | None = None
-    """A checkpoint whose weights start the run (weights only)."""
+    """A checkpoint or a folder of Hugging Face whose weights start the run (weights only)."""
     log_every: Count = 10
     """Steps between logged rows; the first and last step are always logged."""
     eval_every: Natural = 250

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import random
 import tempfile
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from curry_train.checkpoint import MANIFEST, dcp, folder_name, offer_older, weights_only
 from curry_train.checkpoint.async_save import AsyncSave
+from curry_train.checkpoint.huggingface import is_hugging_face
+from curry_train.checkpoint.huggingface import load as load_files
 from curry_train.config import Config, config_hash, model_schema
 from curry_train.data.tokenizer import Tokenizer, load_tokenizer
 from curry_train.launch import wait_limit
@@ -263,11 +266,30 @@ def begin(runtime: Runtime, run: Run) -> None:
     elif init_from is not None:
         path = Path(init_from)
         try:
-            dcp.load(path, weight_tensors(runtime), mesh=runtime.mesh, ignore=("optim.",))
+            if is_hugging_face(path):
+                _load_hugging_face(runtime, run, path)
+            else:
+                dcp.load(path, weight_tensors(runtime), mesh=runtime.mesh, ignore=("optim.",))
         except dcp.CheckpointError as error:
             offer = offer_older(path, "run.init_from")
             raise dcp.CheckpointError([*error.problems, *offer]) from None
         fill_tied(runtime)
+
+
+def _load_hugging_face(runtime: Runtime, run: Run, folder: Path) -> None:
+    """Take the weights of a folder of Hugging Face, and tell what was read and what looks wrong."""
+    tensors, model = weight_tensors(runtime), runtime.config.model
+    told = [f"weights of {folder}: {load_files(folder, tensors, model, runtime.mesh)}"]
+    tokenizer = folder / TOKENIZER
+    if tokenizer.is_file():
+        content = tokenizer.read_text(encoding="utf-8", errors="replace")
+        if hashlib.sha256(content.encode()).hexdigest() != runtime.corpus.tokenizer.sha256:
+            told.append(
+                f"the data has another tokenizer than these weights; set data.tokenizer={tokenizer}"
+            )
+    for text in told if runtime.mesh.rank == 0 else ():
+        run.event("note", weights=text)
+        tell(text)
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
