@@ -10,10 +10,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -394,53 +390,7 @@ def test_a_file_that_the_checkpoint_itself_uses_cannot_be_given(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", first.name]
 
 
-# Kills, full disks, planted pickles.
-
-SAVING_LOOP = """
-    import sys
-    from pathlib import Path
-    import torch
-    from curry_train.checkpoint import dcp
-    from curry_train.parallel.mesh import Mesh
-
-    root, step = Path(sys.argv[1]), int(sys.argv[2])
-    meta = {"data_hash": "d", "config_hash": "c", "model": {}, "mesh": {}}
-    print("ready", flush=True)
-    while True:
-        step += 1
-        tensors = {f"w{i}": torch.full((256, 1024), float(step)) for i in range(8)}
-        dcp.save(root, step=step, tensors=tensors, rank_tensors={"r": torch.ones(9)},
-                 meta={**meta, "samples_consumed": step}, files={"t.json": b"{}"},
-                 mesh=Mesh.single(), keep=2)
-        print(step, flush=True)
-"""
-
-
-def test_the_newest_checkpoint_loads_after_sigkill_at_random_moments(tmp_path):
-    kills, step = 20 if os.environ.get("CURRY_TRAIN_FULL") else 5, 0
-    moments = torch.rand(kills, generator=torch.Generator().manual_seed(7)).tolist()
-    for moment in moments:
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SAVING_LOOP), str(tmp_path), str(step)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=TEMPLATE,
-            env={**os.environ, "PYTHONPATH": str(TEMPLATE), "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        acknowledged = int(process.stdout.readline())
-        time.sleep(0.3 * moment)
-        process.send_signal(signal.SIGKILL)
-        acknowledged = max([acknowledged, *(int(line) for line in process.stdout if line[:-1])])
-        process.wait()
-        newest = dcp.latest(tmp_path)
-        assert newest is not None
-        tensors = {f"w{i}": torch.zeros(256, 1024) for i in range(8)}
-        step = dcp.load(newest, tensors)["step"]
-        assert step >= acknowledged, "an acknowledged checkpoint was lost"
-        assert all(bool((tensor == step).all()) for tensor in tensors.values())
-        for folder in tmp_path.glob("step-????????"):
-            assert disk.is_complete(folder), f"{folder} has a valid name and is not whole"
+# Full disks, planted pickles; kills are in test_checkpoint_faults.py.
 
 
 class Bomb:

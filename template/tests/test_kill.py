@@ -46,7 +46,7 @@ def test_a_run_killed_again_and_again_ends_with_the_losses_of_an_undisturbed_one
     settings = ("run.save_every=1", "run.keep=2", "run.resume=auto")
     kills = 0
     while kills < KILLS:
-        pid = start(folder, *settings)
+        pid = start(folder, *settings, f"run.async_save={('false', 'true')[kills % 2]}")
         time.sleep(moments.uniform(0.2, 0.6 * length))
         os.kill(pid, signal.SIGKILL)
         if exit_code(pid) != -signal.SIGKILL:
