@@ -125,7 +125,10 @@ class Repository:
             if parent:
                 git(self.project, "read-tree", parent, extra=index)
                 git(self.project, "add", "--update", ":/", extra=index)
-            git(self.project, "add", "--all", "--", ".", f":(exclude){OURS}", extra=index)
+            ignored = git(self.project, "check-ignore", "--quiet", OURS, check=False)
+            # git add takes it as an error when an exclusion names what is ignored anyway.
+            paths = (".",) if ignored.returncode == 0 else (".", f":(exclude){OURS}")
+            git(self.project, "add", "--all", "--", *paths, extra=index)
             tree = git(self.project, "write-tree", extra=index).stdout.strip()
             onto = ("-p", parent) if parent else ()
             words = ("commit-tree", tree, *onto, "-m", "working tree")

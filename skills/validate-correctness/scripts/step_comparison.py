@@ -101,7 +101,7 @@ def repeats_bitwise(runs: Sequence[FinishedRun]) -> bool:
 def compare(groups: Sequence[Group], given: dict[str, float], precision: str) -> Comparison:
     """Compare by step number. `given`: tolerances of the user for intended changes, by key."""
     result = Comparison(bitwise=all(repeats_bitwise(group.base) for group in groups))
-    for group in groups:
+    for group in (group for group in groups if group.head):
         noisy = not repeats_bitwise(group.base)
         for id, keys in KEYS.items():
             for key in keys:

@@ -103,7 +103,8 @@ loader = Loader(corpus, config.data, seed=config.seed, micro_batch_size=4)
 run = Path(values["run.dir"]) / f"{values['run.name']}-{os.getpid()}"
 run.mkdir(parents=True)
 (run / "checkpoints").mkdir()
-journal, metrics = (open(run / name, "w", buffering=1) for name in ("journal.jsonl", "metrics.jsonl"))
+files = (open(run / f"{name}.jsonl", "w", buffering=1) for name in ("journal", "metrics"))
+journal, metrics = files
 def event(ev, **fields):
     journal.write(json.dumps({"ev": ev, "attempt": 1, **fields}) + chr(10))
 git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
@@ -159,7 +160,7 @@ def make(folder: Path) -> Path:
         "curry_train/compose.py": COMPOSE,
         "curry_train/data/__init__.py": DATA,
         "curry_train/data/loader.py": LOADER,
-        ".gitignore": "__pycache__/\nruns/\n",
+        ".gitignore": "__pycache__/\nruns/\nprivate*\n",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
