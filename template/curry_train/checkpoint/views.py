@@ -231,7 +231,7 @@ def _tensor_lines(rows: list[dict[str, Any]], top: int, stats: bool) -> list[str
         else:
             files = row["files"]
             cell += [row["dtype"], size_words(row["bytes"]), row["chunks"]]
-            cell.append(files[0] if len(files) == 1 else f"{len(files)} files")
+            cell.append(Path(files[0]).stem if len(files) == 1 else f"{len(files)} files")
         cells.append(cell)
     hidden = len(rows) - len(cells)
     more = [f"{hidden} more tensors; --top 0 shows all"] if hidden else []
