@@ -144,7 +144,8 @@ def test_damage_and_misfits_are_named_together(project, trained, tmp_path):
     wrong = "\n".join(report["numbers"]["misfits"])
     for words in (
         "has model.hidden_size=128, this run has 64", "has data.seq_len=128",
-        "on 3 ranks: data.global_batch_size", "tensor model.norm.weight is float32 [128], this model",
+        "on 3 ranks: data.global_batch_size",
+        "tensor model.norm.weight is float32 [128], this model",
         "tensor optim.exp_avg_sq.lm_head.weight is",
     ):  # fmt: skip
         assert words in wrong, wrong
