@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -12,8 +11,9 @@ from typing import Any, NamedTuple
 
 import tiny_models
 import torch
+from tensor_rules import read_json
+
 from kit import layouts
-from kit.errors import UsageError
 
 MESHES = {
     "pp1 ep1": {"dp_shard": 2},
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     value: Any = None
     threshold: Any = None
     message: str = ""
-    numbers: dict[str, Any] = {}
+    numbers: Any = None
     next: str = ""
 
 
@@ -108,20 +108,6 @@ def load_port(call: Any, name: str, hf: Path | None, folder: Path) -> tuple[Port
     if gaps:
         return None, f"configs/model/{name}.yaml differs from {hf}: {'; '.join(gaps)}"
     return Port(name, raw, config, model, folder), ""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a config.json, or that of a folder. Raises: UsageError."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--hf {path}: {error}", "it takes a config.json or the folder that holds one"
-        ) from None
-    if not isinstance(raw, dict):
-        raise UsageError(f"--hf {path} holds no JSON object", "it takes a config.json")
-    return raw
 
 
 # Gate 2
@@ -351,8 +337,8 @@ def greedy(model: Any) -> list[list[int]]:
 
 def text_of_rank(rank: int, world: int, config: Any, corpus: Any, folder: Path) -> list[list[int]]:
     """Load the published weights on one rank of a mesh and continue each of PROMPTS."""
-    from curry_train.checkpoint.training_state import fill_tied, weight_tensors
     from curry_train.checkpoint.huggingface import load
+    from curry_train.checkpoint.training_state import fill_tied, weight_tensors
     from curry_train.generate import generate
     from curry_train.parallel.mesh import Mesh, build_mesh
     from curry_train.runtime import assemble
