@@ -31,7 +31,9 @@ def family(config: ModelConfig) -> str:
         return "Olmoe"
     if config.num_experts:
         return "Qwen3Moe" if config.qk_norm else "Mixtral"
-    return "Qwen3" if config.qk_norm else "Llama"
+    if config.qk_norm:
+        return "Qwen3"
+    return "Llama" if config.attention_out_bias else "Qwen2"
 
 
 def rope_parameters(config: ModelConfig) -> dict[str, Any]:
