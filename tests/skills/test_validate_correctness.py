@@ -24,11 +24,14 @@ import ref_worktrees  # noqa: E402
 import run_folders  # noqa: E402
 import speed_gate  # noqa: E402
 import step_comparison  # noqa: E402
+import validate_correctness  # noqa: E402
 
 from kit.report import MAX_LINES, render  # noqa: E402
 
 sys.dont_write_bytecode = False  # the script sets it for itself
-FULL = bool(os.environ.get("CURRY_TRAIN_FULL"))
+full = pytest.mark.skipif(
+    not os.environ.get("CURRY_TRAIN_FULL"), reason="one of many alike cases (--full)"
+)
 STEPS = 25
 
 
@@ -416,23 +419,23 @@ def traces(where):
 FAULTS = [
     ("refactor", set(), ""),
     ("rate", {"loss", "grad-norm", "norm-drift", "aux-loss", "val-loss"}, "equal in step 1, not"),
-    ("logged-rate", {"lr", "loss"}, "learning rate differs from step 1 on"),
+    pytest.param("logged-rate", {"lr", "loss"}, "learning rate differs from step 1 on", marks=full),
     ("order", {"data", "loss"}, "changed data: batches differ from step 1 on"),
     ("unseeded", {"head-repeats"}, "randomness without a seed"),
     ("norm", {"grad-norm", "norm-drift"}, "backward pass or gradient reduction"),
-    ("router", {"aux-loss"}, "only the router"),
-    ("evaluation", {"val-loss"}, "evaluation, or the last update"),
-    ("tokens", {"data"}, "token counts differ from step 1 on"),
-    ("nan", {"nonfinite", "loss"}, "equal up to step 2"),
+    pytest.param("router", {"aux-loss"}, "only the router", marks=full),
+    pytest.param("evaluation", {"val-loss"}, "evaluation, or the last update", marks=full),
+    pytest.param("tokens", {"data"}, "token counts differ from step 1 on", marks=full),
+    pytest.param("nan", {"nonfinite", "loss"}, "equal up to step 2", marks=full),
     ("crash", {"crash", "steps"}, ""),
-    ("shifted", {"steps"}, "the base's step s-5"),
+    pytest.param("shifted", {"steps"}, "the base's step s-5", marks=full),
     ("slow", {"step-time", "tokens-per-s"}, ""),
-    ("large", {"peak-memory"}, ""),
+    pytest.param("large", {"peak-memory"}, "", marks=full),
     ("refuses", {"crash"}, ""),
 ]
 
 
-@pytest.mark.parametrize(("branch", "ids", "cause"), FAULTS, ids=[name for name, *_ in FAULTS])
+@pytest.mark.parametrize(("branch", "ids", "cause"), FAULTS)
 def test_a_branch_is_checked_out_trained_and_named(branch, ids, cause, repository, tmp_path):
     before = traces(repository)
     _, report, checks = validated(repository, head=branch, cwd=tmp_path)
@@ -462,11 +465,9 @@ def test_a_finished_run_is_used_again_unless_fresh_is_asked(repository, tmp_path
         return done.stderr.count("taken from"), {run["folder"] for run in report["numbers"]["runs"]}
 
     none, folders = made()
-    assert none == 0 and len(folders) == 3
+    assert none == 0 and len(folders) == 3, "another seed is another run"
     assert made() == (3, folders)
     assert made("--fresh")[0] == 0
-    other = validated(repository, "--set", "data.x=1", head="rate", seeds=7, cwd=tmp_path)[0]
-    assert "taken from" not in other.stderr, "other settings are other runs"
 
 
 def test_uncommitted_files_are_told_and_taken_when_asked_for(repository, tmp_path):
@@ -502,41 +503,71 @@ def test_data_that_git_ignores_is_found_in_the_users_folder(repository, tmp_path
     assert done.returncode == 2 and report is None and "absent.txt: no such file" in done.stderr
 
 
-BAD = [
+BAD_FLAGS = [
     ({"model": None}, "--model missing", "--model one of small, wide"),
     ({"mesh": None, "model": None}, "--model, --mesh missing", "tp=2,dp_shard=2,ep=2"),
-    ({"base": None}, "--base missing", ""),
-    ({"model": "huge"}, "has no configs/model/huge.yaml", "it has small, wide"),
-    ({"base": "absent"}, "--base absent is no commit", "main"),
-    ({"head": "absent"}, "--head absent is no commit", "or WORKTREE"),
-    ({"mesh": "tp=3"}, "does not divide 4 heads", "nothing was trained"),
+    ({"base": None}, "--base missing", "set them"),
     ({"mesh": "tp=0"}, "--mesh tp=0", "it takes single, or each of pp"),
     ({"mesh": "tp=2,tp=2"}, "--mesh tp=2,tp=2: tp=2", "at most once"),
     ({"mesh": "zero=3"}, "--mesh zero=3", "other settings of parallel go to --set"),
-    ({"mesh": ""}, "an empty part", ""),
+    ({"mesh": ""}, "an empty part", "for example single"),
     ({"steps": 1}, "--steps 1", "at least 2"),
     ({"tolerance": "2"}, "--tolerance 2", "below 1"),
     ({"tolerance": "lr=0.1"}, "--tolerance lr=0.1", "KEY is one of loss"),
     ({"set": "parallel.tp=2"}, "--set parallel.tp=2", "set --mesh"),
     ({"set": "run.dir=x"}, "--set run.dir=x", "belongs to this comparison"),
-    ({"max_slowdown": 0.5}, "--max-slowdown", "at least 1"),
+    ({"max-slowdown": 0.5}, "--max-slowdown", "at least 1"),
+    ({"max-memory": "nan"}, "--max-memory", "at least 1"),
     ({"seeds": -1}, "--seeds -1", "at least 0"),
     ({"target": "x.py:f"}, "--target", "two commits"),
-    ({"base_runs": 2}, "--base-runs 2", "at least 3"),
+    ({"base-runs": 2}, "--base-runs 2", "at least 3"),
     ({"patience": 0}, "--patience 0", "above 0"),
+    ({"project": "/"}, "is no curry-train project", "set --project"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "found", "allowed"), BAD, ids=[str(f) for f, *_ in BAD])
-def test_a_wrong_call_ends_with_two_and_runs_nothing(flags, found, allowed, repository, tmp_path):
-    folder = repository.project / "runs"
-    before = sorted(folder.rglob("*")), traces(repository)
+@pytest.mark.parametrize(
+    ("flags", "found", "allowed"), BAD_FLAGS, ids=[str(f) for f, *_ in BAD_FLAGS]
+)
+def test_a_wrong_flag_is_refused_before_anything_runs(flags, found, allowed, tmp_path, capsys):
+    (tmp_path / "curry_train").mkdir()
+    (tmp_path / "curry_train" / "runtime.py").touch()
+    (tmp_path / "configs" / "model").mkdir(parents=True)
+    for name in ("small", "wide"):
+        (tmp_path / "configs" / "model" / f"{name}.yaml").touch()
+    asked = {**ASKED, "--project": tmp_path, **{f"--{key}": v for key, v in flags.items()}}
+    words = [str(word) for pair in asked.items() for word in pair if pair[1] is not None]
+    code = validate_correctness.cli.run(
+        "validate-correctness",
+        lambda call: pytest.fail("it ran"),
+        doc=None,
+        add_flags=validate_correctness.add_flags,
+        check_flags=validate_correctness.check_flags,
+        modules=lambda args: (),
+        argv=words,
+    )
+    said = capsys.readouterr().err
+    assert code == 2 and found in said and allowed in said, said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "found", "allowed"),
+    [
+        ({"model": "huge"}, "has no configs/model/huge.yaml", "it has small, wide"),
+        ({"base": "absent"}, "--base absent is no commit", "main"),
+        pytest.param({"head": "absent"}, "--head absent", "or WORKTREE", marks=full),
+        ({"mesh": "tp=3"}, "does not divide 4 heads", "nothing was trained"),
+    ],
+)
+def test_what_the_repository_does_not_have_is_refused(flags, found, allowed, repository, tmp_path):
+    before = traces(repository)
     done, report, _ = validated(repository, cwd=tmp_path, **flags)
     assert done.returncode == 2 and report is None, done.stdout
     assert found in done.stderr and allowed in done.stderr
-    after = [path for path in sorted(folder.rglob("*")) if path.name != "validate-correctness"]
-    assert [p for p in after if p not in before[0] and p.name not in ("runs", "checks")] == []
-    assert traces(repository) == before[1]
+    made = repository.project.glob("runs/checks/*/*/runs/*/finished.json")
+    assert not any("tp=3" in path.read_text() for path in made)
+    assert traces(repository) == before
 
 
 def test_a_project_outside_git_is_refused(tmp_path):
@@ -552,6 +583,10 @@ def test_a_base_that_does_not_repeat_is_run_four_times(repository, tmp_path):
     assert len(report["numbers"]["runs"]) == 5 and report["numbers"]["base_repeats"] == "noise"
     assert failed(checks) == set() and 0 < checks["validate-loss"]["threshold"] < 0.01
     assert report["verdict"] == "pass" and report["numbers"]["performance"] is None
+
+
+@full
+def test_a_base_that_differs_too_much_cannot_tell(repository, tmp_path):
     words = {"base": "wild", "head": "wild"}
     _, report, checks = validated(repository, "--no-performance", **words, cwd=tmp_path)
     assert report["verdict"] == "unclear" and "loss" in failed(checks, "unclear")
@@ -583,7 +618,9 @@ def living(where, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=full), signal.SIGTERM, signal.SIGKILL]
+)
 def test_nothing_stays_after_a_stop_or_a_kill(number, repository, tmp_path):
     before = traces(repository)
     output = [tmp_path / "out", tmp_path / "err"]
