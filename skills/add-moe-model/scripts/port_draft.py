@@ -83,7 +83,9 @@ def judge(
     source: str,
 ) -> None:
     """Report unknown keys, unknown tensors and places that are not found."""
-    told = [*keys.unknown, *(keys.problems if keys.own else [])]
+    names = tuple(f"{text.partition('=')[0]}=" for text in keys.unknown)
+    refused = [text.rpartition("ForCausalLM: ")[2] for text in keys.problems]
+    told = [*keys.unknown, *(text for text in refused if not text.startswith(names))]
     report.check(
         "port-keys",
         "fail" if told else "pass",
@@ -146,12 +148,14 @@ def judge_keys(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> Keys:
             problems[name] = error.problems
         if tensors and not own:
             problems[name] += [
-                f"{name} {'has' if family.fixed.get(field) else 'has no'} {field}; not these weights"
+                f"{name} {'has' if family.fixed.get(field) else 'lacks'} {field}, the weights not"
                 for field, word in TRAITS.items()
                 if bool(family.fixed.get(field)) != any(word in tensor for tensor in tensors)
             ]
     nearest = min(problems, key=lambda name: len(problems[name]))
     nearest = raw["architectures"][0] if own else nearest
+    for ours, theirs in families.FAMILIES[nearest].fields.items():
+        known |= {key: ours for key in theirs if key in raw}
     harmless = sorted(set_keys & config_keys.HARMLESS - known.keys())
     return Keys(known, harmless, told, nearest, problems[nearest], own)
 
