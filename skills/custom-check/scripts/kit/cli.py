@@ -70,17 +70,19 @@ def run(
     add_flags: Callable[[Any], None] | None = None,
     check_flags: Callable[[argparse.Namespace], int | None] | None = None,
     modules: Callable[[argparse.Namespace], Sequence[str]] | None = None,
+    job_verbs: Sequence[str] = VERBS,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run a skill's script and return its exit code.
 
     `check_flags` sees the flags before torch is needed: it raises UsageError, or returns an exit
     code when it has already done what was asked. Work that loads no target says by `modules` what
-    it imports instead; then neither a project nor --target has to be there.
+    it imports instead; then neither a project nor --target has to be there. `job_verbs` are those
+    of VERBS that follow a run; a skill with a verb of its own of such a name leaves it out.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in VERBS:
+        if argv and argv[0] in job_verbs:
             return _follow(skill, argv)
         args = build_parser(skill, doc, add_flags).parse_args(argv)
         early = check_flags(args) if check_flags else None
