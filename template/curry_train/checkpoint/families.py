@@ -286,7 +286,8 @@ def write_config(model: Any, dtype: str) -> dict[str, Any]:
 def _distance(problems: list[str]) -> tuple[int, int]:
     """Rank what keeps a model from an architecture: another kind of block weighs most."""
     kinds = ("model.num_experts=", "model.kv_lora_rank=", "model.attention_sinks=")
-    return sum(problem.startswith(kinds) for problem in problems), len(problems)
+    structural = [p for p in problems if p.startswith(kinds) or not p.startswith("model.")]
+    return len(structural), len(problems)
 
 
 def _written(name: str, family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:

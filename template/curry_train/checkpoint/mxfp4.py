@@ -16,8 +16,7 @@ BIAS = 127
 def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values [..., 32 * G] of blocks uint8 [..., G, 16] and scales uint8 [..., G].
 
-    Exact in float64 and, below 2**127, in float32 and bfloat16; a scale of 255, which stands for
-    no number, gives values that are not finite there.
+    Exact in float64 and, below 2**127, in float32 and bfloat16; a scale of 255 stands for NaN.
     Source: Open Compute Project 2023, "OCP Microscaling Formats", sections 5.3.3 and 5.4.1; which
     half of a byte comes first: the weights published with gpt-oss.
     """
@@ -26,4 +25,5 @@ def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -
     pairs = torch.stack((signed[byte & 15], signed[byte >> 4]), dim=1)
     found = pairs[blocks.int()].flatten(-2)
     exponents = scales.to(torch.int32) - BIAS
-    return torch.ldexp(found, exponents[..., None]).to(dtype).flatten(-2)
+    found = torch.ldexp(found, exponents[..., None]).to(dtype)
+    return found.masked_fill(scales[..., None] == 255, torch.nan).flatten(-2)
