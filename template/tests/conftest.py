@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 
 # Read by OpenMP once, so it comes before torch is imported: test ranks share few cores.
@@ -13,6 +15,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+
+from curry_train import compose
 
 FRESH = [
     (torch, "empty"),
@@ -57,6 +61,29 @@ def nan_filled_empty():
     patch = pytest.MonkeyPatch()
     for owner, name in FRESH:
         patch.setattr(owner, name, _filled(getattr(owner, name)))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def composed_once():
+    """Let Hydra compose our own files once for each choice of groups: it takes a tenth of a second.
+
+    The caller gets a copy; other folders are composed each time.
+    """
+    original = compose._compose_groups
+
+    @functools.cache
+    def composed(choices: tuple[tuple[str, str], ...]) -> dict:
+        return original(compose.PROJECT / "configs", dict(choices))
+
+    def compose_groups(folder, choices):
+        if folder != compose.PROJECT / "configs":
+            return original(folder, choices)
+        return copy.deepcopy(composed(tuple(choices.items())))
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(compose, "_compose_groups", compose_groups)
     yield
     patch.undo()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import json
 import os
@@ -18,7 +16,7 @@ from typing import Literal
 import pytest
 import yaml
 
-from curry_train import command_line, compose, models
+from curry_train import command_line, models
 from curry_train.compose import GROUPS, load_config, options
 from curry_train.config import (
     Config,
@@ -43,29 +41,6 @@ def unlaunched(monkeypatch):
     """Hide a launcher that the tests themselves run under."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-
-
-COMPOSE_GROUPS = compose._compose_groups
-
-
-@functools.cache
-def composed(choices: tuple[tuple[str, str], ...]) -> dict:
-    return COMPOSE_GROUPS(PROJECT / "configs", dict(choices))
-
-
-@pytest.fixture(autouse=True)
-def composed_once(monkeypatch):
-    """Let Hydra compose our own files once for each choice of groups: it takes a tenth of a second.
-
-    The caller gets a copy; other folders are composed each time.
-    """
-
-    def compose_groups(folder, choices):
-        if folder != PROJECT / "configs":
-            return COMPOSE_GROUPS(folder, choices)
-        return copy.deepcopy(composed(tuple(choices.items())))
-
-    monkeypatch.setattr(compose, "_compose_groups", compose_groups)
 
 
 @pytest.fixture

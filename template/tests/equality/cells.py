@@ -69,10 +69,14 @@ class Cell(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of the model: 16; of more than 2 ranks, when time is short, 4 or one a stage."""
+        """Blocks of the model: 16 with --full, else one a stage, but at least 2 or 4.
+
+        4 show several blocks of a stage: of 2 ranks, and in pipelines of 4.
+        """
         pp, schedule = dict(self.layout)["pp"], dict(self.options).get("schedule")
         stages = pp if schedule in ("gpipe", "1f1b") else 2 * pp
-        return 16 if FULL or self.world == 2 else max(4, stages)
+        least = 4 if self.world == 2 or (self.world == 4 and pp > 1) else 2
+        return 16 if FULL else max(least, stages if pp > 1 else 1)
 
     @property
     def overrides(self) -> list[str]:
@@ -105,13 +109,15 @@ DEFAULTS = {
 
 
 def overrides_of(words: str, kind: str = "moe") -> list[str]:
-    """Return the settings of a case of four blocks, `tp=2 zero=3 model.num_experts=4`, say.
+    """Return the settings of a case, `tp=2 zero=3 model.num_experts=4`, say: two blocks, or four
+    of a pipeline.
 
     Axes and options go by their short names; eight samples a step, or one for each rank.
     """
     out = [*MODEL, *KINDS[kind], *TRAINING]
     samples = max(8, 2 * world_of(words) if "dp_shard=8" in words else 0)
-    out += ["model.num_hidden_layers=4", f"data.global_batch_size={samples}"]
+    blocks = 4 if "pp=" in words else 2
+    out += [f"model.num_hidden_layers={blocks}", f"data.global_batch_size={samples}"]
     for word in words.split():
         key, _, value = word.partition("=")
         out.append(f"{KEYS.get(key, f'parallel.{key}' if key in (*AXES, 'ep') else key)}={value}")

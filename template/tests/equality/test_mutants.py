@@ -161,7 +161,9 @@ MUTANTS = {
     softmax_of_own_columns: ("tp=2", "gradient", ""),
     rows_are_not_handed_round: ("dp_shard=2 zero=1", "update", ""),
     division_by_own_tokens: ("dp_shard=2", "gradient", ""),
-    bias_moved_by_own_counts: (f"{BIAS} dp_shard=2", "update", "e_score_correction_bias"),
+    bias_moved_by_own_counts: (
+        f"{BIAS} dp_shard=2 model.num_hidden_layers=4", "update", "e_score_correction_bias",
+    ),
     weights_stay_home: ("dp_shard=2 ep=2", "gradient", ""),
     tied_copies_apart: (
         "model.tie_word_embeddings=true pp=2 schedule=zbv", "gradient", "embed_tokens",
