@@ -24,8 +24,9 @@ QWEN = {
     "use_sliding_window": False, "sliding_window": None, "tie_word_embeddings": False,
 }  # fmt: skip
 DEEPSEEK = {
-    "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "hidden_act": "silu",
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "bos_token_id": 100000,
+    "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "hidden_act": "silu",
+    "bos_token_id": 100000,
     "eos_token_id": 100001, "ep_size": 1, "initializer_range": 0.02, "kv_lora_rank": 512,
     "max_position_embeddings": 163840, "moe_layer_freq": 1, "pretraining_tp": 1,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
