@@ -148,7 +148,7 @@ def _rank(
         draw(rank + 1)
     else:
         training_state.restore(runtime, loaded)
-    run = SimpleNamespace(dir=home / side.role, event=lambda *args, **fields: None)
+    run: Any = SimpleNamespace(dir=home / side.role, event=lambda *args, **fields: None)
     names = [training_state.save(runtime, run).name]
     numbers = {}
     for step in range(1, AFTER + 1):

@@ -148,7 +148,10 @@ def prune(args: argparse.Namespace) -> Answer:
     lease = Lease(place.run) if held else None
     try:
         rows = {folder: describe(folder) for folder in place.folders}
-        gone = retention.prune(place.root, **rules, dry_run=not args.yes) if rules else []
+        keep, every, best = (rules.get(key, 0) for key in ("keep", "keep_every", "keep_best"))
+        gone = retention.prune(
+            place.root, keep=keep, keep_every=every, keep_best=best, dry_run=not args.yes
+        )
         left = [f for f, row in rows.items() if row["state"] != "complete"]
         left += [path for path in place.root.glob("latest.tmp-*") if path.is_file()]
         for path in left if args.yes and args.leftovers else ():
