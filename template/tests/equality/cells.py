@@ -79,11 +79,24 @@ class Cell(NamedTuple):
         return 16 if FULL else max(least, stages if pp > 1 else 1)
 
     @property
+    def micro_batch_size(self) -> str:
+        """Samples of a micro-batch: auto, which makes 2*pp; of 8 ranks or more, when time is short,
+        pp of them, except that dualpipev needs 2*pp.
+        """
+        sizes = dict(self.layout)
+        many = dict(self.options).get("schedule") in (None, "dualpipev")
+        if FULL or self.world < 8 or sizes["pp"] == 1 or many:
+            return "auto"
+        batch = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["pp"]
+        return str(SAMPLES[self.world] // batch)
+
+    @property
     def overrides(self) -> list[str]:
         """The settings of the run, as a command line has them."""
         words = [*MODEL, *KINDS[self.kind], *TRAINING]
         words += [f"model.num_hidden_layers={self.blocks}"]
         words += [f"data.global_batch_size={SAMPLES[self.world]}"]
+        words += [f"data.micro_batch_size={self.micro_batch_size}"]
         words += [f"parallel.{axis}={size}" for axis, size in self.layout]
         return words + [f"{KEYS[name]}={value}" for name, value in self.options]
 

@@ -125,11 +125,12 @@ of all steps, every weight after the last, and the loss of the held-out text.
   gradient above 1e-8 to go by, else 1e-5
 
 The matrix model has 8 heads, 8 key/value heads, 8 experts and 16 blocks; without --full it has one
-block for each stage, at least 4 on two ranks and in pipelines of four ranks, else at least 2.
-Labels are dropped unevenly, 0 to all of a
-sample's, clipping is active, and balance and z losses are on. Parts held by all ranks make every
-tensor exactly once. A name tells the ranks (w8: eight), dense or MoE, every axis above 1 and every
-option that is no default. Written by `python tests/equality/matrix.py --write-docs`.
+block for each stage, at least 4 on two ranks and in pipelines of four ranks, else at least 2, and
+on 8 or 16 ranks as many micro-batches as stages, for `dualpipev` twice as many. Labels are dropped
+unevenly, 0 to all of a sample's, clipping is active, and balance and z losses are on. Parts held by
+all ranks make every tensor exactly once. A name tells the ranks (w8: eight), dense or MoE, every
+axis above 1 and every option that is no default. Written by
+`python tests/equality/matrix.py --write-docs`.
 """
 
 

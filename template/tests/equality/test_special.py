@@ -152,7 +152,7 @@ def test_a_rank_without_a_single_label(check, words, kind):
     check(name, overrides_of(words, kind), world_of(words), prepare=silence_a_rank)
 
 
-@pytest.mark.parametrize("words", ["tp=2 ep=2", "cp=2 zero=3 recompute=full", "pp=2 zero=1"])
+@pytest.mark.parametrize("words", ["cp=2 zero=3 recompute=full", "tp=2 ep=2", "pp=2 zero=1"])
 @pytest.mark.sampled(3)
 def test_compiled_blocks(check, monkeypatch, words):
     """Traced and differentiated as torch.compile does, without the minutes of generating code."""
