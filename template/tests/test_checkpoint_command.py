@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from curry_train.checkpoint import contents, dcp, read_manifest, storage
 from curry_train.checkpoint.__main__ import main
 from curry_train.checkpoint.audit import audit
 from curry_train.checkpoint.boxes import Box, cover_problem
+from curry_train.checkpoint.huggingface import is_hugging_face
+from curry_train.config import Config, ModelConfig
+from curry_train.models.protocol import build_model, named_state
 from curry_train.tracking.lease import Lease
 
 WEIGHTS = {"model.layers.0.mlp.experts.up_proj.weight": (4, 6, 3), "model.norm.weight": (7,)}
@@ -424,6 +428,27 @@ def test_damage_is_never_given_new_hashes_and_a_full_disk_leaves_nothing(
     code, data = ask(capsys, "convert", source, out)
     assert code == 1 and SHARD in data["problems"][0]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_weights_go_to_hugging_face_and_back(tmp_path, capsys):
+    model = ModelConfig(
+        vocab_size=65, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, intermediate_size=24, qk_norm=False,
+    )  # fmt: skip
+    state = dict(named_state(build_model(Config(model=model), "cpu")))
+    described = meta() | {"model": asdict(model), "seq_len": 16, "seed": 0}
+    source = save(tmp_path, 3, state, meta=described, rank_tensors={}, files={})
+    folder, back = tmp_path / "hf", tmp_path / "back"
+    assert ask(capsys, "convert", source, folder, "--to", "huggingface")[0] == 0
+    assert is_hugging_face(folder) and json.loads((folder / "config.json").read_text())
+    assert ask(capsys, "convert", folder, back)[0] == 0
+    assert ask(capsys, "verify", back)[0] == 0
+    code, data = ask(capsys, "diff", source, back, "--weights-only")
+    assert code == 0 and data["compared"] == len(state) and not data["fields"]["step"]["counts"]
+    for words in (["--max-shard-size", 9], ["--to", "huggingface"]):
+        assert "is of Hugging Face" in refused(capsys, "convert", folder, tmp_path / "new", *words)
+    assert f"{back} exists" in refused(capsys, "convert", folder, back)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "latest", source.name]
 
 
 # prune

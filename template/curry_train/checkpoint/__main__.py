@@ -14,6 +14,7 @@ from typing import Any
 
 from curry_train.checkpoint import DTYPES, MANIFEST, CheckpointError, read_manifest
 from curry_train.checkpoint.audit import audit, stored_bytes
+from curry_train.checkpoint.huggingface import export, import_weights, is_hugging_face
 from curry_train.checkpoint.tables import Meter, size_words
 from curry_train.checkpoint.views import (
     ALLOWED,
@@ -80,7 +81,7 @@ def convert(args: argparse.Namespace) -> Answer:
     out, limit = args.out, args.max_shard_size
     if out.exists():
         raise CheckpointError(f"{out} exists, and nothing is overwritten; name a new folder")
-    if (args.path / "config.json").is_file() and not (args.path / MANIFEST).exists():
+    if is_hugging_face(args.path):
         return _import(args)
     source = one(args.path)
     total = sum(map(bytes_of, read_manifest(source)["tensors"].values()))
@@ -90,11 +91,8 @@ def convert(args: argparse.Namespace) -> Answer:
         lines = [*problems, f"{source} is damaged; nothing was written"]
         return Answer(FINDING, {"verdict": "fail", "path": None, "problems": problems}, lines)
     if args.to == "huggingface":
-        if args.weights_only or limit is not None:
-            raise CheckpointError("--to huggingface takes no flag but --dtype: weights are all")
-        from curry_train.checkpoint.huggingface import export
-
-        export(source, out, dtype=args.dtype or "auto")
+        shards = {} if limit is None else {"max_shard_bytes": limit}
+        export(source, out, dtype=args.dtype or "auto", told=meter, **shards)
     else:
         from curry_train.checkpoint.convert import convert as rewrite
 
@@ -106,12 +104,14 @@ def convert(args: argparse.Namespace) -> Answer:
 
 def _import(args: argparse.Namespace) -> Answer:
     if args.to == "huggingface" or args.max_shard_size is not None:
-        raise CheckpointError(f"{args.path} is of Hugging Face already; leave out --to and limits")
+        raise CheckpointError(
+            f"{args.path} is of Hugging Face; it becomes a checkpoint of one file: leave out --to "
+            "and --max-shard-size"
+        )
     precisions = {None: "fp32", "float32": "fp32", "float64": "fp64"}
     if args.dtype not in precisions:
         raise CheckpointError(f"--dtype {args.dtype}: an import takes float32 or float64")
     from curry_train.checkpoint.convert import fresh_folder
-    from curry_train.checkpoint.huggingface import import_weights
 
     with fresh_folder(args.out) as folder:
         step = import_weights(args.path, folder / "import", precisions[args.dtype])
