@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from curry_train import checkpoint as disk
-from curry_train.checkpoint import CheckpointError, dcp
+from curry_train.checkpoint import CheckpointError, dcp, storage
+from curry_train.checkpoint.boxes import Box
+from curry_train.checkpoint.storage import Claim, _into_files
 from curry_train.config import ParallelConfig
 from curry_train.parallel.mesh import Mesh, build_mesh
 from curry_train.testing import run_ranks
@@ -135,6 +137,21 @@ def test_the_manifest_lists_every_file_with_bytes_and_sha256(tmp_path):
             }
         ],
     }
+
+
+def test_what_is_large_is_shared_among_files_of_even_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FILE_BYTES", 1000)
+    wanted = {**state(), **{f"w{i}": torch.full((10 * i, 3), float(i)) for i in range(9)}}
+    path = save(tmp_path, 1, wanted)
+    names = ["tensors-00000.safetensors", *(f"tensors-00000-{i}.safetensors" for i in (1, 2, 3))]
+    stored = [load_file(path / name) for name in names]
+    assert sum(map(len, stored)) == len(wanted) and all(stored)
+    assert {key for file in stored for key in file} == set(wanted)
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in stored]
+    assert max(sizes) - min(sizes) <= max(tensor.nbytes for tensor in wanted.values())
+    assert_bitwise(load(path, wanted), wanted)
+    two = [*_into_files(1, [("w", Claim("int8", (2000,), Box((0,), (2000,)), 2000, None))])]
+    assert [file for _, _, file in two] == ["tensors-00001.safetensors"]
 
 
 def test_loading_fills_parameters_in_place(tmp_path):

@@ -4,7 +4,7 @@
       latest                    the newest folder's name, moved by os.replace
       step-00000123/            exists under this name only when it is complete
         manifest.json           written last: step, data position, hashes, where every chunk lies
-        tensors-00000.safetensors   what rank 0 wrote of the global state
+        tensors-00000.safetensors   what rank 0 wrote of the global state, with -1, -2 ... if large
         rank-00000.safetensors      what belongs to rank 0 alone (random states)
         <any other file>        listed in the manifest with bytes and sha256 like the rest
 

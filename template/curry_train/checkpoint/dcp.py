@@ -44,15 +44,14 @@ from curry_train.checkpoint.storage import (
     Claim,
     as_part,
     box_of,
-    check_written,
     claim,
     dtype_name,
     plan_save,
     rank_file,
     read_parts,
-    tensor_file,
+    shared_names,
     write_file,
-    write_safetensors,
+    write_files,
     writing,
 )
 from curry_train.parallel.mesh import Mesh
@@ -92,30 +91,25 @@ def save(
     rank_tensors: this rank's own, such as random states. meta: goes into the manifest.
     keep, keep_every, keep_best: which complete checkpoints stay, see retention.kept; keep=0: all.
 
-    Group: world; two rounds through rank 0. Raises: CheckpointError on every rank.
+    Group: world; two or three rounds through rank 0. Raises: CheckpointError on every rank.
     """
     final = Path(root) / folder_name(step)
     listed = [{"name": name, "bytes": 0, "sha256": "0" * 64} for name in files]
     manifest = {**meta, "format": FORMAT, "step": step, "files": listed, "tensors": {}}
     parts: dict[str, Part] = {}
 
-    def claims() -> dict[str, Claim]:
+    def look() -> dict[str, Claim]:
         _refuse_to_save(manifest, {**tensors, **rank_tensors})
         parts.update({name: as_part(tensor) for name, tensor in tensors.items()})
-        return {name: claim(part, compare=mesh.world > 1) for name, part in parts.items()}
-
-    def begin(ranks: list[dict[str, Claim]]) -> list[tuple[Path | None, dict[str, str]]]:
-        manifest["tensors"], keys = plan_save(ranks)
-        temporary = _claim(final, meta["samples_consumed"])
-        return [(temporary, mine) for mine in keys]
+        return {name: claim(part, compare=False) for name, part in parts.items()}
 
     def write() -> list[dict[str, Any]]:
-        shared = {key: parts[name].tensor for name, key in keys.items()}
-        own = {tensor_file(mesh.rank): shared, rank_file(mesh.rank): rank_tensors}
-        held = {name: tensors for name, tensors in own.items() if tensors}
-        entries = [write_safetensors(temporary / name, held[name]) for name in held]
-        for entry in entries:
-            check_written(temporary, entry, held[entry["name"]])
+        held = {
+            file: {key: parts[name].tensor for name, key in keys.items()}
+            for file, keys in plan.items()
+        }
+        own = {rank_file(mesh.rank): rank_tensors} if rank_tensors else {}
+        entries = write_files(temporary, {**held, **own})
         for name, content in files.items() if mesh.rank == 0 else ():
             entries.append(write_file(temporary / name, [content]))
         return entries
@@ -125,7 +119,7 @@ def save(
         _commit(temporary, final, manifest)
         prune(final.parent, keep=keep, keep_every=keep_every, keep_best=keep_best, also=[final])
 
-    temporary, keys = through_rank_zero(mesh, claims, begin)
+    temporary, plan = _plan(final, manifest, look, parts, mesh)
     if temporary is not None:
         try:
             through_rank_zero(mesh, write, end)
@@ -214,6 +208,35 @@ def read_file(checkpoint: Path, name: str) -> bytes:
     if problem is not None:
         raise CheckpointError(problem)
     return (checkpoint / name).read_bytes()
+
+
+def _plan(
+    final: Path,
+    manifest: dict[str, Any],
+    look: Callable[[], dict[str, Claim]],
+    parts: Mapping[str, Part],
+    mesh: Mesh,
+) -> tuple[Path | None, dict[str, dict[str, str]]]:
+    """Return the temporary folder and what this rank writes there, file -> name -> key.
+
+    look: fills parts and describes them. On rank 0 manifest["tensors"] is filled. The bits of
+    what several ranks hold are compared in a round of its own: the rest needs none.
+    """
+
+    def begin(ranks: list[dict[str, Claim]]) -> list[tuple[Path | None, dict[str, Any]]]:
+        manifest["tensors"], plan = plan_save(ranks)
+        temporary = _claim(final, manifest["samples_consumed"])
+        return [(temporary, mine) for mine in plan]
+
+    def meet(ranks: list[dict[str, Claim]]) -> list[tuple[set[str], Any]]:
+        shared = shared_names(ranks)
+        return [(shared, mine) for mine in ([None] * mesh.world if shared else begin(ranks))]
+
+    def compare() -> dict[str, Claim]:
+        return {name: claim(part, compare=name in shared) for name, part in parts.items()}
+
+    shared, planned = through_rank_zero(mesh, look, meet)
+    return planned or through_rank_zero(mesh, compare, begin)
 
 
 def _claim(final: Path, samples_consumed: int) -> Path | None:

@@ -17,9 +17,9 @@ import json
 import math
 import os
 import shutil
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,10 @@ from curry_train.parallel.shards import Part
 
 ROW = 512
 """Words of eight bytes in a row of a fingerprint."""
-UNHASHED = 2**28
-"""Bytes, perhaps of copies, that may wait for their hash when they are written."""
+FILES, FILE_BYTES = 4, 2**24
+"""Most files that a rank writes of the global state, and the least bytes of each of several."""
+UNHASHED = 2**26
+"""Bytes of a file, perhaps of copies, that may wait for their hash after they are written."""
 
 
 class Claim(NamedTuple):
@@ -63,9 +65,9 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def tensor_file(rank: int) -> str:
-    """Name the file of what one rank writes of the global state."""
-    return f"tensors-{rank:05d}.safetensors"
+def tensor_file(rank: int, number: int) -> str:
+    """Name one file of what a rank writes of the global state."""
+    return f"tensors-{rank:05d}{f'-{number}' if number else ''}.safetensors"
 
 
 def as_part(tensor: Tensor | Part) -> Part:
@@ -91,8 +93,16 @@ def claim(part: Part, *, compare: bool) -> Claim:
     return Claim(dtype_name(tensor.dtype), tuple(part.shape), box_of(part), tensor.nbytes, bits)
 
 
-def plan_save(ranks: Sequence[Mapping[str, Claim]]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Return the manifest's tensors and, for every rank, the names it writes with their keys.
+def shared_names(ranks: Sequence[Mapping[str, Claim]]) -> set[str]:
+    """Return the names of which several ranks hold the same box, so that its bits must agree."""
+    holders = Counter((name, c.box) for claims in ranks for name, c in claims.items() if c.bytes)
+    return {name for (name, _), count in holders.items() if count > 1}
+
+
+def plan_save(
+    ranks: Sequence[Mapping[str, Claim]],
+) -> tuple[dict[str, Any], list[dict[str, dict[str, str]]]]:
+    """Return the manifest's tensors and, for every rank, file -> name -> key of what it writes.
 
     Every distinct box goes to the rank with the least to write among those that hold it; boxes
     with the fewest holders choose first. Raises: CheckpointError when ranks disagree about a
@@ -110,22 +120,36 @@ def plan_save(ranks: Sequence[Mapping[str, Claim]]) -> tuple[dict[str, Any], lis
         filled = [(rank, found) for rank, found in of if found.bytes]
         for rank, found in filled or of[:1]:  # one empty box says that a tensor has no elements
             holders[name, found].append(rank)
-    tensors: dict[str, Any] = {}
-    keys: list[dict[str, str]] = [{} for _ in ranks]
+    written: list[list[tuple[str, Claim]]] = [[] for _ in ranks]
     loads = [0] * len(ranks)
     order = sorted(holders.items(), key=lambda h: (len(h[1]), -h[0][1].bytes, h[0]))
     for (name, found), among in order:
         rank = min(among, key=lambda rank: (loads[rank], rank))
         loads[rank] += found.bytes
-        offset, size, shape = [*found.box.offset], [*found.box.size], [*found.shape]
-        key = name if size == shape else f"{name}@{','.join(map(str, offset))}"
-        keys[rank][name] = key
-        entry = tensors.setdefault(name, {"dtype": found.dtype, "shape": shape, "chunks": []})
-        chunk = {"offset": offset, "shape": size, "file": tensor_file(rank), "key": key}
-        entry["chunks"].append(chunk)
+        written[rank].append((name, found))
+    tensors: dict[str, Any] = {}
+    files: list[dict[str, dict[str, str]]] = [{} for _ in ranks]
+    for rank, boxes in enumerate(written):
+        for name, found, file in _into_files(rank, boxes):
+            offset, size, shape = [*found.box.offset], [*found.box.size], [*found.shape]
+            key = name if size == shape else f"{name}@{','.join(map(str, offset))}"
+            files[rank].setdefault(file, {})[name] = key
+            entry = tensors.setdefault(name, {"dtype": found.dtype, "shape": shape, "chunks": []})
+            chunk = {"offset": offset, "shape": size, "file": file, "key": key}
+            entry["chunks"].append(chunk)
     for entry in tensors.values():
         entry["chunks"].sort(key=lambda chunk: chunk["offset"])
-    return dict(sorted(tensors.items())), keys
+    return dict(sorted(tensors.items())), files
+
+
+def _into_files(rank: int, boxes: list[tuple[str, Claim]]) -> Iterator[tuple[str, Claim, str]]:
+    """Share what a rank writes among as many files as it pays to hash and write side by side."""
+    total = sum(found.bytes for _, found in boxes)
+    loads = [0] * max(1, min(FILES, total // FILE_BYTES))
+    for name, found in sorted(boxes, key=lambda box: (-box[1].bytes, box[0])):
+        file = loads.index(min(loads))
+        loads[file] += found.bytes
+        yield name, found, tensor_file(rank, file)
 
 
 def _clash(held: list[tuple[int, Claim]]) -> str | None:
@@ -207,21 +231,22 @@ def _room(path: Path) -> str:
 def write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:
     """Write byte chunks to a new file, flush it to disk and return its entry for the manifest.
 
-    The hash is taken beside the write and the flush, so a save costs the slower, not their sum.
+    The hash is taken while the disk works, not before: a core does not keep it waiting.
     """
     digest, size, hashed = hashlib.sha256(), 0, 0
-    queue: deque[tuple[Future[None], int]] = deque()
-    with writing(path), path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
+    waiting: deque[memoryview] = deque()
+    with writing(path), path.open("xb") as file, ThreadPoolExecutor(1) as beside:
         for chunk in chunks:
             data = memoryview(chunk).cast("B")
-            queue.append((hashing.submit(digest.update, data), len(data)))
             size += file.write(data)
+            waiting.append(data)
             while size - hashed > UNHASHED:
-                done, count = queue.popleft()
-                done.result()
-                hashed += count
+                hashed += len(waiting[0])
+                digest.update(waiting.popleft())
         file.flush()
+        rest = beside.submit(lambda: [*map(digest.update, waiting)])
         os.fsync(file.fileno())
+        rest.result()
     return {"name": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -260,7 +285,17 @@ def write_streamed(
     return write_file(path, chunks())
 
 
-def check_written(folder: Path, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_files(folder: Path, held: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+    """Write safetensors files, name -> key -> tensor, side by side; return their entries."""
+    with ThreadPoolExecutor(max(1, len(held))) as threads:
+        paths = [folder / name for name in held]
+        entries = [*threads.map(write_safetensors, paths, held.values())]
+    for entry in entries:
+        _check_written(folder, entry, held[entry["name"]])
+    return entries
+
+
+def _check_written(folder: Path, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Read size and header of a file again before the checkpoint is named.
 
     tensors: what the manifest will say is in it, under its keys. Raises: CheckpointError.
