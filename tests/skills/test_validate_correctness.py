@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -681,3 +682,71 @@ def test_it_runs_in_the_background_with_status_and_wait(repository, tmp_path):
     assert done.stdout.splitlines()[-1].startswith("verdict: fail (exit 1), report ")
     done = processes.run(SCRIPT, "status", *out, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("done: validate-correctness")
+
+
+STEP = "curry_train/step.py"
+MLP = "curry_train/layers/mlp.py"
+PLANTS = {
+    "refactor": (STEP, "    start = time.perf_counter()", "    start = float(time.perf_counter())"),
+    "rate": (STEP, "set_lr(runtime.optimizer, lr)", "set_lr(runtime.optimizer, 1.0001 * lr)"),
+    "order": ("curry_train/data/loader.py", "self._seed)", "self._seed + 1)"),
+    "nan": (STEP, "loss=nll /", 'loss=nll * float("nan" if runtime.step > 2 else 1) /'),
+    "crash": (STEP, "    runtime.step += 1", "    runtime.step += 1 // (runtime.step < 1)"),
+    "norm": (STEP, "grad_norm=report.norm", "grad_norm=8 * report.norm"),
+    "slow": (STEP, "    start = time.perf_counter()", "    start = time.perf_counter() - 5"),
+    "dropout": (MLP, "self.up_proj(x))", "F.dropout(self.up_proj(x), 0.1, self.training))"),
+    "unseeded": (
+        MLP,
+        "        x = gather",
+        "        __import__('torch').seed()\n        x = gather",
+    ),
+}
+SIZES = ["model.num_hidden_layers=1", "data.seq_len=16", "data.val_fraction=0.01"]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A copy of the template in a repository, and a branch for each plant."""
+    project = tmp_path_factory.mktemp("validate") / "project"
+    ignored = shutil.ignore_patterns("tests", "__pycache__", "runs", ".cache", "benchmarks", "docs")
+    shutil.copytree(ROOT / "template", project, ignore=ignored)
+    small_project.git(project, "init", "-q", "-b", "main")
+    small_project.commit(project, "main")
+    for branch, (file, before, after) in PLANTS.items():
+        start = "dropout" if branch == "unseeded" else "main"
+        small_project.git(project, "checkout", "-q", start)
+        text = (project / file).read_text()
+        assert before in text, (branch, file)
+        (project / file).write_text(text.replace(before, after, 1))
+        small_project.commit(project, branch, start)
+    small_project.git(project, "checkout", "-q", "main")
+    return SimpleNamespace(top=project, project=project)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("branch", "base", "mesh", "ids", "cause"),
+    [
+        ("order", "main", "single", {"data", "loss"}, "batches differ from step 1 on"),
+        pytest.param("refactor", "main", "single", set(), "", marks=full),
+        pytest.param("refactor", "main", "tp=2,dp_shard=2,ep=2", set(), "", marks=full),
+        pytest.param("rate", "main", "single", {"loss"}, "equal in step 1, not", marks=full),
+        pytest.param("nan", "main", "single", {"nonfinite"}, "equal up to step 2", marks=full),
+        pytest.param("crash", "main", "single", {"crash", "steps"}, "", marks=full),
+        pytest.param("norm", "main", "single", {"grad-norm"}, "backward pass", marks=full),
+        pytest.param("slow", "main", "single", {"step-time", "tokens-per-s"}, "", marks=full),
+        pytest.param("dropout", "dropout", "single", set(), "", marks=full),
+        pytest.param("unseeded", "dropout", "single", {"head-repeats"}, "seed", marks=full),
+    ],
+)
+def test_a_real_project_is_compared_by_its_own_training(
+    branch, base, mesh, ids, cause, real, tmp_path
+):
+    model = "tiny_dense" if base == "dropout" else "tiny_moe"
+    flags = {"model": model, "mesh": mesh, "base": base, "head": branch, "steps": 8}
+    before = traces(real)
+    words = ["--set", *SIZES] + ([] if branch == "slow" else ["--no-performance"])
+    _, report, checks = validated(real, *words, cwd=tmp_path, **flags)
+    assert traces(real) == before
+    assert ids <= failed(checks) and report["verdict"] == ("fail" if ids else "pass"), checks
+    assert cause in report["evidence"][0] and report["numbers"]["base_repeats"] == "bitwise"
