@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_checkpoint import edit_manifest, load, meta, save
+from test_checkpoint import edit_manifest, load, meta, problems_of, save
 from test_reshard import on_ranks, save_layout, whole
 
 from curry_train.checkpoint import contents, dcp, read_manifest, storage
@@ -407,6 +407,12 @@ def test_weights_alone_in_another_dtype(tmp_path, capsys):
     assert torch.equal(state[NORM], training_state(1)[NORM].bfloat16())
     _, rows = ask(capsys, "list", out)
     assert [(r["state"], r["holds"]) for r in rows["checkpoints"]] == [("complete", "weights")]
+    model = {name: torch.zeros(shape) for name, shape in WEIGHTS.items()}
+    model["bias"] = torch.zeros(3, dtype=torch.int64)
+    dcp.load(out, model, cast=True)
+    assert torch.equal(model[NORM], training_state(1)[NORM].bfloat16().float())
+    model["bias"] = torch.zeros(3)
+    assert "bias is int64 in the checkpoint" in problems_of(dcp.load, out, model, cast=True)
     wide = tmp_path / "wide"
     assert ask(capsys, "convert", source, wide, "--dtype", "float64")[0] == 0
     assert read_manifest(wide)["tensors"]["optim.step"]["dtype"] == "float32"

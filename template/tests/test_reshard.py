@@ -20,6 +20,7 @@ from torch import Tensor
 
 from curry_train.checkpoint import dcp, storage, training_state
 from curry_train.checkpoint.boxes import Box, cover_problem, outside
+from curry_train.checkpoint.convert import convert
 from curry_train.checkpoint.storage import as_part
 from curry_train.checkpoint.training_state import MOMENTS, training_tensors
 from curry_train.config import (
@@ -482,10 +483,10 @@ def truth_of(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def gaps(runtime: Runtime, truth: dict[str, Tensor]) -> dict[str, float]:
+def gaps(held: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
     """Return how far this rank's part of each tensor is from the whole one; NaN is infinite."""
     found = {}
-    for name, value in training_tensors(runtime).items():
+    for name, value in held.items():
         part = as_part(value)
         box = Box(tuple(part.offset), tuple(part.tensor.shape))
         wanted = truth[name][box.within(Box((0,) * len(part.shape), tuple(part.shape)))]
@@ -496,7 +497,9 @@ def gaps(runtime: Runtime, truth: dict[str, Tensor]) -> dict[str, float]:
 
 def assert_holds(runtime: Runtime, truth: dict[str, Tensor]) -> int:
     """Compare every part of a rank, and second copies of tied weights, with whole tensors."""
-    assert not {name: gap for name, gap in gaps(runtime, truth).items() if gap != 0.0}
+    assert not {
+        name: gap for name, gap in gaps(training_tensors(runtime), truth).items() if gap != 0.0
+    }
     tied = [shard for shard in runtime.shards if shard.tied]
     first, states = {s.name: s for s in runtime.shards if not s.tied}, runtime.optimizer.state
     for copy in tied:
@@ -548,7 +551,7 @@ def load_run(
         all_numbers.append(further(runtime))
         if rank < len(drawn):
             assert draws() == drawn[rank], "the random states are not those of the save"
-        off = gaps(runtime, truth_of(path.with_name("step-00000004")))
+        off = gaps(training_tensors(runtime), truth_of(path.with_name("step-00000004")))
         worst = max((name for name in off if not name.startswith("optim.")), key=off.__getitem__)
         # AdamW moves a weight without gradient by the sign of rounding errors, of a share of lr.
         assert off[worst] <= 1e-9, (worst, off[worst])
@@ -625,6 +628,25 @@ def test_one_process_reads_the_model_of_any_layout(saved):
         truth = truth_of(path)
         state = dict(named_state(model))
         assert all(torch.equal(tensor, truth[name]) for name, tensor in state.items())
+
+
+def test_weights_of_another_dtype_start_a_run_in_any_layout(tmp_path):
+    (path, *_), *_ = [save_run(0, 1, tmp_path, "one process", MODEL)]
+    half = convert(Path(path), tmp_path / "half", weights_only=True, dtype="bfloat16")
+    truth = {name: tensor.double() for name, tensor in truth_of(half).items()}
+    model, _, _ = training_state.load_for_inference(half)
+    assert all(torch.equal(t.double(), truth[name]) for name, t in named_state(model))
+    assert on_run(begin_run, "pp2 tp2", half, "pp2 tp2") == [True] * 4
+
+
+def begin_run(rank: int, world: int, half: Path, layout: str) -> bool:
+    """Start from weights alone, in float64, and compare what this rank holds with the file."""
+    runtime = runtime_of(rank, layout, MODEL)
+    run = replace(runtime.config.run, init_from=str(half))
+    runtime.config = replace(runtime.config, run=run)
+    training_state.begin(runtime, SimpleNamespace(checkpoint=None))
+    truth = {name: tensor.double() for name, tensor in truth_of(half).items()}
+    return not any(gaps(training_state.weight_tensors(runtime), truth).values())
 
 
 # Mutants: a load that loses or mixes something is seen by the tensors and by the next steps.

@@ -136,12 +136,14 @@ def load(
     mesh: Mesh | None = None,
     verify: bool = True,
     ignore: Sequence[str] = (),
+    cast: bool = False,
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint and return its manifest; all ranks call together.
 
     Strict: the names over all ranks must be those of the checkpoint, with equal shapes and
     dtypes (a cast would not be an exact resume). ignore: prefixes of names that may stay
     unread, such as ("optim.",) to take the weights alone. mesh: None reads in this process only.
+    cast: floating-point tensors may have another dtype here, as weights that start a run.
     verify: compare every file's sha256 first; the ranks share the files among them.
     Nothing is written to tensors before all of this holds, and nothing on disk is changed.
 
@@ -167,7 +169,7 @@ def load(
             for entry, problem in zip(mine, found, strict=True)
             if problem is not None
         ]
-        return problems + _mismatches(path, parts, manifest["tensors"]), list(parts)
+        return problems + _mismatches(path, parts, manifest["tensors"], cast), list(parts)
 
     def check(ranks: list[tuple[list[str], list[str]]]) -> None:
         wanted = {name for _, names in ranks for name in names}
@@ -341,7 +343,9 @@ def _content(manifest: dict[str, Any], file: str) -> str:
     return f"it holds key {keys[0]} and {len(keys) - 1} more" if keys else "it holds no tensors"
 
 
-def _mismatches(path: Path, parts: Mapping[str, Part], saved: dict[str, Any]) -> list[str]:
+def _mismatches(
+    path: Path, parts: Mapping[str, Part], saved: dict[str, Any], cast: bool
+) -> list[str]:
     problems = []
     for name, part in parts.items():
         entry, shape, dtype = saved.get(name), list(part.shape), dtype_name(part.tensor.dtype)
@@ -354,7 +358,7 @@ def _mismatches(path: Path, parts: Mapping[str, Part], saved: dict[str, Any]) ->
                 f"{path}: tensor {name} has shape {entry['shape']} in the checkpoint and {shape} "
                 "here; set model.* to the values under its key model"
             )
-        elif entry["dtype"] != dtype:
+        elif entry["dtype"] != dtype and not (cast and _both_float(entry["dtype"], dtype)):
             problems.append(
                 f"{path}: tensor {name} is {entry['dtype']} in the checkpoint and {dtype} here; "
                 "set precision to what it was saved with"
@@ -362,6 +366,10 @@ def _mismatches(path: Path, parts: Mapping[str, Part], saved: dict[str, Any]) ->
         else:
             problems += _misplaced(name, part)
     return problems
+
+
+def _both_float(*dtypes: str) -> bool:
+    return all(getattr(torch, dtype).is_floating_point for dtype in dtypes)
 
 
 def through_rank_zero(

@@ -269,7 +269,8 @@ def begin(runtime: Runtime, run: Run) -> None:
             if is_hugging_face(path):
                 _load_hugging_face(runtime, run, path)
             else:
-                dcp.load(path, weight_tensors(runtime), mesh=runtime.mesh, ignore=("optim.",))
+                weights, only = weight_tensors(runtime), ("optim.",)
+                dcp.load(path, weights, mesh=runtime.mesh, ignore=only, cast=True)
         except dcp.CheckpointError as error:
             offer = offer_older(path, "run.init_from")
             raise dcp.CheckpointError([*error.problems, *offer]) from None
@@ -295,9 +296,10 @@ def _load_hugging_face(runtime: Runtime, run: Run, folder: Path) -> None:
 def load_weights(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
     """Load the weights of a whole model in this process, in place; returns the manifest.
 
-    Every parameter must be there, and nothing else but the optimizer's tensors.
+    Every parameter must be there, and nothing else but the optimizer's tensors. Values become those
+    of the model's dtype.
     """
-    return dcp.load(checkpoint, dict(named_state(model)), ignore=("optim.",))
+    return dcp.load(checkpoint, dict(named_state(model)), ignore=("optim.",), cast=True)
 
 
 def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
