@@ -142,6 +142,7 @@ SETTINGS = {
     "windows and documents": "model.sliding_window=9 model.sliding_window_pattern=2"
     " data.document_mask=true precision=bf16",
     "sinks": f"model.attention_sinks=true model.qk_norm=false model.attention_bias=true {YARN}",
+    "olmoe": "model.qk_norm_width=projection model.clip_qkv=0.3",
     "llama3": YARN.replace("yarn", "llama3").rpartition(" ")[0] + " model.qk_norm=false",
     "latent": "model.kv_lora_rank=24 model.qk_nope_head_dim=16 model.qk_rope_head_dim=8"
     " model.v_head_dim=12 model.q_lora_rank=20 model.num_key_value_heads=4 model.qk_norm=false"
@@ -263,7 +264,7 @@ FAULTS = {
     ),
     "a norm without its weight": (
         "curry_train/layers/norm.py",
-        "self.weight.to(x.dtype) * (wide",
+        "local(self.weight).to(x.dtype) * (wide",
         "(wide",
         "dense",
         "attention-parity",

@@ -299,6 +299,11 @@ def has_peer(c: Any) -> bool:
     """Tell whether a layer of transformers knows all that a configuration asks for."""
     if c.kv_lora_rank:
         return True
+    whole = getattr(c, "qk_norm_width", "head") == "projection"
+    if whole and c.num_attention_heads * c.head_dim != c.hidden_size:
+        return False
+    if getattr(c, "clip_qkv", None) is not None and not whole:
+        return False
     return not c.rope_interleave and not (c.attention_sinks and c.qk_norm)
 
 

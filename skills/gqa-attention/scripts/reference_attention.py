@@ -99,14 +99,19 @@ def queries_keys_values(
 
     if c.kv_lora_rank == 0:
         groups = c.num_key_value_heads
-        q, k = (
-            split(linear(weights, "q_proj", x), heads),
-            split(linear(weights, "k_proj", x), groups),
-        )
+        q, k, v = (linear(weights, f"{name}_proj", x) for name in "qkv")
+        whole = getattr(c, "qk_norm_width", "head") == "projection"
+        if not whole:
+            q, k = split(q, heads), split(k, groups)
         if qk_norm and "q_norm.weight" in weights:
             q = norm(q, weights["q_norm.weight"], c.rms_norm_eps)
             k = norm(k, weights["k_norm.weight"], c.rms_norm_eps)
-        v = split(linear(weights, "v_proj", x), groups)
+        if whole:
+            q, k = split(q, heads), split(k, groups)
+        v = split(v, groups)
+        limit = getattr(c, "clip_qkv", None)
+        if limit is not None:
+            q, k, v = (part.clamp(-limit, limit) for part in (q, k, v))
         k, v = (part.repeat_interleave(heads // groups, 2) for part in (turned(k), v))
         return turned(q), k, v
     still, rope = c.qk_nope_head_dim, c.qk_rope_head_dim

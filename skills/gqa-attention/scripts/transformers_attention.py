@@ -17,6 +17,8 @@ def kind_of(c: Any) -> str:
         return "DeepseekV3"
     if c.attention_sinks:
         return "GptOss"
+    if getattr(c, "qk_norm_width", "head") == "projection":
+        return "Olmoe"
     return "Qwen3" if c.qk_norm else "Llama"
 
 
@@ -31,6 +33,7 @@ def settings_of(c: Any, kind: str) -> Any:
     names += LATENT if c.kv_lora_rank else ["head_dim"]
     names += ["attention_bias", "max_position_embeddings"]
     values = {name: getattr(c, name) for name in names}
+    values |= {"clip_qkv": c.clip_qkv} if kind == "Olmoe" else {}
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.kv_lora_rank:
         values |= {"q_lora_rank": c.q_lora_rank or None, "rope_interleave": c.rope_interleave}

@@ -96,6 +96,7 @@ class ColumnParallelNorm(RMSNorm):
         self.eps, self.width, self.group = whole.eps, len(whole.weight), group
 
     def mean_square(self, wide: Tensor) -> Tensor:
+        """Return the mean square [..., 1] of rows [..., width / ranks] of all ranks together."""
         return sum_ranks(wide.square().sum(-1, keepdim=True), self.group) / self.width
 
 
