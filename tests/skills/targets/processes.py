@@ -1,6 +1,6 @@
 """Start a skill's script as a user would: another process, a folder of its own.
 
-`run` forks a server that has imported torch and its kin, which saves a second or two of every
+`run` forks a server that has imported torch and its kin (`warm`), which saves some seconds of every
 start; the script itself, and all of the bundle, is read anew. `run_fresh` starts an interpreter.
 """
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,24 +57,26 @@ def run_fresh(script: Path, *words: object, cwd: Path, python: object = sys.exec
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "torch.utils.flop_counter",
-        "torch._dynamo",  # what torch.optim imports when the first optimizer is made
-        "scipy.stats",
-        "matplotlib.backends.backend_agg",
-        "matplotlib.pyplot",
-        "hydra",
-        "tokenizers",
-        "pytest",  # the __main__ that multiprocessing imports anew in a child
-    ]
-)
+FORKS.set_forkserver_preload(["skills.targets.warm"])
+
+
+def start_server() -> None:
+    """Start the server, if there is none; it finds `warm` by PYTHONPATH, its forks have none."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def start(script: Path, *words: object, cwd: Path, output: Sequence[Path], **changes):
     """Start a script in a fork of the server, stdout and stderr into the two files of `output`."""
     argv = [str(script), *map(str, words)]
     files = [str(path) for path in output]
+    start_server()
     process = FORKS.Process(target=_be, args=(argv, str(cwd), environment(**changes), files))
     process.start()
     return process
@@ -104,7 +107,10 @@ def _be(argv: list[str], cwd: str, variables: dict[str, str], output: list[str])
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [str(Path(argv[0]).parent), *installed]
     for name in list(sys.modules):
-        if name.partition(".")[0] in {"kit", "custom_check", "benchmark_step", "skills"}:
+        if name.partition(".")[0] in {
+            *("kit", "custom_check", "benchmark_step", "skills"),
+            "huggingface_hub",  # reads its environment once
+        }:
             del sys.modules[name]
     sys.argv[:] = argv
     sys.dont_write_bytecode = False
