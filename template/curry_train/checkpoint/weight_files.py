@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -293,23 +292,26 @@ def read(
     told: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Fill parts from the places that `plan` found. Raises: CheckpointError naming the file."""
-    local = threading.local()
-
-    def fill(job: tuple[Part, Found]) -> None:
-        part, item = job
-        file = item.stored.file
-        try:
-            if getattr(local, "file", None) != file:  # open once in every thread
-                local.file, local.tensors = file, safe_open(folder / file, framework="pt")
-            told(fill_from(local.tensors, part, item))
-        except (SafetensorError, OSError) as error:
-            path = folder / file
-            raise CheckpointError(f"{path} is no whole safetensors file: {error}") from None
-
     jobs = [(part, item) for name, part in parts.items() for item in found[name]]
     jobs.sort(key=lambda job: job[1].stored.file)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        deque(pool.map(fill, jobs), maxlen=0)
+
+    def fill(batch: list[tuple[Part, Found]]) -> None:
+        tensors, file = None, ""
+        for part, item in batch:
+            try:
+                if file != item.stored.file:
+                    file = item.stored.file
+                    tensors = safe_open(folder / file, framework="pt")
+                told(fill_from(tensors, part, item))
+            except (SafetensorError, OSError) as error:
+                path = folder / file
+                raise CheckpointError(f"{path} is no whole safetensors file: {error}") from None
+
+    threads = max(min(4, (os.cpu_count() or 1) // 2), 1)
+    size = max(-(-len(jobs) // (4 * threads)), 1)
+    with ThreadPoolExecutor(threads) as pool:
+        batches = (jobs[at : at + size] for at in range(0, len(jobs), size))
+        deque(pool.map(fill, batches), maxlen=0)
 
 
 def fill_from(tensors: Any, part: Part, item: Found) -> int:
