@@ -482,6 +482,13 @@ def test_prune_is_a_dry_run_until_yes_and_keeps_what_the_rules_keep(run, capsys)
     assert names(root) == ["40"] and not audit(root / "step-00000040")
 
 
+def test_prune_removes_nothing_while_the_newest_is_damaged(run, capsys):
+    before = names(run / "checkpoints")
+    flip(run / "checkpoints" / "step-00000040" / SHARD)
+    code, data = ask(capsys, "prune", run, "--keep", 1, "--leftovers", "--yes")
+    assert code == 1 and SHARD in data["problems"][0] and names(run / "checkpoints") == before
+
+
 def test_prune_refuses_a_folder_that_a_run_writes(run, capsys):
     lease = Lease(run)
     for words in (["--yes"], []):

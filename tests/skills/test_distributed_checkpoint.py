@@ -86,7 +86,7 @@ def test_a_planted_fault_is_named(fault, project, tmp_path):
     text = path.read_text(encoding="utf-8")
     assert text.count(old) == 1, "the code was rewritten: plant the fault anew"
     path.write_text(text.replace(old, new), encoding="utf-8")
-    words = ["--from", "devices=1", "--to", "parallel.tp=2", "--set", MOE]
+    words = ["--to", "parallel.tp=2", "--set", MOE]  # from one process, as the project is set
     report, checks, failed = run(broken, *words, cwd=tmp_path)
     assert ids <= failed, report["checks"]
     assert any(word in checks[id]["message"] for id in ids), report["checks"]

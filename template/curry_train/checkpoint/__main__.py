@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from curry_train.checkpoint import DTYPES, MANIFEST, CheckpointError, read_manifest
+from curry_train.checkpoint import DTYPES, MANIFEST, CheckpointError, latest, read_manifest
 from curry_train.checkpoint.audit import audit, stored_bytes
 from curry_train.checkpoint.huggingface import export, import_weights, is_hugging_face
 from curry_train.checkpoint.tables import Meter, size_words
@@ -147,6 +147,9 @@ def prune(args: argparse.Namespace) -> Answer:
     held = args.yes and (place.run / LEASE).is_file()
     lease = Lease(place.run) if held else None
     try:
+        if args.yes and (problems := _newest_problems(place.root)):
+            lines = [*problems, "the newest checkpoint is damaged; nothing was removed"]
+            return Answer(FINDING, {"done": False, "removed": [], "problems": problems}, lines)
         rows = {folder: describe(folder) for folder in place.folders}
         keep, every, best = (rules.get(key, 0) for key in ("keep", "keep_every", "keep_best"))
         gone = retention.prune(
@@ -160,6 +163,17 @@ def prune(args: argparse.Namespace) -> Answer:
         if lease is not None:
             lease.close()
     return _pruned(args, rules, rows, gone, left)
+
+
+def _newest_problems(root: Path) -> list[str]:
+    """Read all of the newest checkpoint: the older ones may be what is left of the run."""
+    newest = latest(root)
+    if newest is None:
+        return []
+    meter = Meter("verify", stored_bytes(newest))
+    problems = audit(newest, meter)
+    meter.close()
+    return problems
 
 
 def _pruned(
