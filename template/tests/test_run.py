@@ -127,7 +127,7 @@ def test_overflows_of_fp16_lower_the_loss_scale_and_are_no_reason_to_abort(proje
         self.active, self.value, self.good_steps = True, 2.0**20, 0
 
     monkeypatch.setattr("curry_train.optim.LossScale.__init__", start_high)
-    code, out = train(project, "run.max_steps=30", "precision=fp16")
+    code, out = train(project, "run.max_steps=30", "precision=fp16", "data.seq_len=32")
     assert code == 0, out
     events = rows(the_run(project), "journal.jsonl")
     halved = [event["step"] for event in events if event["ev"] == "anomaly"]

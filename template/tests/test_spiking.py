@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from projects import SMALL, copy_project, run, run_folders
+from projects import SMALL, forked, import_everything, run_folders
 
 from curry_train import plan
 from curry_train.config import Config
@@ -258,12 +258,13 @@ def test_it_learns_text():
     assert first == pytest.approx(5.55, abs=0.1) and last < 3.2, (first, last)
 
 
-def test_train_py_trains_it_and_its_checkpoint_holds_the_leaks(tmp_path):
-    project = copy_project(tmp_path)
-    overrides = [word for word in SMALL if "moe" not in word]
-    code, _, err = run(project, "python", "model=tiny_spiking", "run.max_steps=2", *overrides)
-    assert code == 0, err
-    (folder,) = run_folders(project)
+def test_train_py_trains_it_and_its_checkpoint_holds_the_leaks(tmp_path, monkeypatch):
+    import_everything()
+    monkeypatch.chdir(tmp_path)
+    overrides = ["model=tiny_spiking", *(word for word in SMALL if "moe" not in word)]
+    code, told = forked("run.max_steps=2", *overrides, log=tmp_path / "log.txt")
+    assert code == 0, told
+    (folder,) = run_folders(tmp_path)
     (manifest,) = folder.glob("checkpoints/*/manifest.json")
     assert "model.layers.0.mlp.up_spikes.lif.leak_logit" in manifest.read_text()
 
@@ -327,10 +328,10 @@ def learnt(samples, held_out, *, steps, seed=0):
 @pytest.mark.slow
 def test_the_order_of_events_is_learnt_over_time_steps_and_not_in_one():
     samples, held_out = order_of_events(2048, seed=0), order_of_events(1000, seed=1)
-    over_time = learnt(samples, held_out, steps=500)
-    at_once = learnt(at_one_time_step(samples), at_one_time_step(held_out), steps=300)
+    over_time = learnt(samples, held_out, steps=200)
+    at_once = learnt(at_one_time_step(samples), at_one_time_step(held_out), steps=200)
     last = [type(s)(s.frames[:, -1:], s.labels) for s in (samples, held_out)]
-    last_only = learnt(*last, steps=300)
+    last_only = learnt(*last, steps=200)
     print(f"held out: {over_time:.3f} over time, {at_once:.3f} at once, {last_only:.3f} last only")
     assert over_time >= 0.9 and at_once < 0.4 and last_only < 0.4
 
