@@ -41,7 +41,7 @@ def test_a_sound_project_goes_on_in_another_layout(project, tmp_path):
     }  # fmt: skip
     assert checks["checkpoint-differs"]["value"] == checks["checkpoint-differs"]["threshold"] == 0.0
     assert "54 of them moments" in checks["checkpoint-differs"]["message"]
-    assert report["numbers"]["from"] == "tp2 on 2 ranks"
+    assert report["numbers"]["from"] == "tp2 zero1 on 2 ranks"
     assert report["numbers"]["to"] == "pp2 on 2 ranks"
     steps = report["numbers"]["steps"][0]
     assert steps["lr of step 1"] != steps["lr of step 2"], "a lost schedule would not show"

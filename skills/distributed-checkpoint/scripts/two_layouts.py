@@ -62,6 +62,7 @@ def small_sides(
         if config is None or sentences:
             raise layouts.refuse("the small model of these layouts", sentences)
         axes = {axis: n for axis, n in dims[at].sizes.items() if n > 1}
+        axes |= {"zero": config.parallel.zero} if config.parallel.zero else {}
         name = " ".join(f"{axis}{n}" for axis, n in axes.items()) or "one process"
         sides.append(Side(role, name, worlds[at], config))
     changed = layouts.changes(asked[0], sides[0].config)
