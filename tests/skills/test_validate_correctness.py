@@ -23,6 +23,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 import comparison_report  # noqa: E402
 import ref_worktrees  # noqa: E402
 import run_folders  # noqa: E402
+import run_words  # noqa: E402
 import speed_gate  # noqa: E402
 import step_comparison  # noqa: E402
 import validate_correctness  # noqa: E402
@@ -347,6 +348,10 @@ def test_the_performance_gate_needs_more_than_the_noise_of_the_base():
     assert checks["validate-step-time"]["value"] == pytest.approx(1.2, abs=0.01)
     assert report.verdict == "fail" and report.correctness == "unclear"
     assert speed(1.0)[0] == speed(0.5)[0] == "pass" and speed(1.2, slowdown=1.3)[0] == "pass"
+    assert speed(1.1)[0] == "fail" and speed(1.1, base=(1.0, 1.0, 1.15))[0] == "unclear"
+    rows = {row["step"]: row for row in rows_of()}
+    measured = speed_gate.steps_of(run_folders.FinishedRun("head", 0, rows), "step_time")
+    assert measured == [rows[step]["step_time"] for step in range(4, STEPS + 1)]
     verdict, checks, report = speed(1.2, base=(1.0, 1.3))
     assert verdict == "unclear" and failed(checks) == set()
     report.check("validate-loss", "pass")
@@ -356,6 +361,33 @@ def test_the_performance_gate_needs_more_than_the_noise_of_the_base():
     assert verdict == "fail" and failed(checks) == {"peak-memory"}
     verdict, checks, _ = speed(1.2, started=(0.0, 9000.0))
     assert verdict == "unclear" and "apart" in checks["validate-step-time"]["message"]
+
+
+def test_every_seed_is_compared_and_named(no_picture, tmp_path):
+    groups = []
+    for seed in (3, 4):
+        changed = rows_of(change=at(9, loss=1.01) if seed == 4 else None)
+        runs = []
+        for number, rows in enumerate([rows_of(), rows_of(), changed]):
+            write_run(tmp_path / f"{seed}-{number}", rows)
+            runs.append(run_folders.read_run(tmp_path / f"{seed}-{number}", str(number), 0))
+        groups.append(step_comparison.Group(seed, runs[:2], runs[2:]))
+    comparison = step_comparison.compare(groups, {}, "fp32")
+    report = comparison_report.Gates("validate-correctness")
+    step_comparison.judge(report, comparison, groups)
+    checks = {check["id"]: check for check in report.checks}
+    assert failed(checks) == {"loss"}
+    assert "loss at step 9 of seed 4" in checks["validate-loss"]["message"]
+
+
+def test_flags_become_the_words_of_both_runs():
+    axes = run_words.mesh_of("tp=2, dp_shard=2,ep=4")
+    words = run_words.words_of("small", axes, 9, "bf16", "cuda")
+    assert {"devices=4", "parallel.ep=4", "parallel.pp=1", "precision=bf16"} <= set(words)
+    assert {"model=small", "run.max_steps=9", "run.log_every=1", "accelerator=cuda"} <= set(words)
+    assert {"run.resume=never", "run.sample_tokens=0", "tracking=none"} <= set(words)
+    assert not [word for word in run_words.words_of("m", axes, 9, None, "auto") if "acc" in word]
+    assert run_words.tolerances_of(["1e-4", "val/loss=0.1"]) == {"": 1e-4, "val/loss": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -439,8 +471,9 @@ FAULTS = [
 @pytest.mark.parametrize(("branch", "ids", "cause"), FAULTS)
 def test_a_branch_is_checked_out_trained_and_named(branch, ids, cause, repository, tmp_path):
     before = traces(repository)
-    _, report, checks = validated(repository, head=branch, cwd=tmp_path)
+    done, report, checks = validated(repository, head=branch, cwd=tmp_path)
     assert traces(repository) == before
+    assert done.stderr.startswith("expected: a few seconds to load (then 3 runs of 10 steps")
     if ids:
         assert ids <= failed(checks) and report["verdict"] == "fail"
     else:
@@ -463,7 +496,9 @@ def test_a_branch_is_checked_out_trained_and_named(branch, ids, cause, repositor
 def test_a_finished_run_is_used_again_unless_fresh_is_asked(repository, tmp_path):
     def made(*words):
         done, report, _ = validated(repository, *words, head="refactor", seeds=7, cwd=tmp_path)
-        return done.stderr.count("taken from"), {run["folder"] for run in report["numbers"]["runs"]}
+        runs = sorted(report["numbers"]["runs"], key=lambda run: run["started"])
+        assert [run["name"][:6] for run in runs] == ["base-1", "head-1", "base-2"], "interleaved"
+        return done.stderr.count("taken from"), {run["folder"] for run in runs}
 
     none, folders = made()
     assert none == 0 and len(folders) == 3, "another seed is another run"

@@ -222,6 +222,7 @@ def numbers_of(run: FinishedRun) -> dict[str, Any]:
         "steps": len(run.rows),
         "loss": last.get("loss"),
         "val/loss": last.get("val/loss"),
+        "started": run.started,
         "seconds": round(run.ended - run.started, 1),
         "folder": str(run.folder),
     }

@@ -1,12 +1,12 @@
 """Told by one state of a project: its configuration, its data, and which batches it reads.
 
-Runs in the project's environment with the state's folder as the current one:
-`python probe_project.py PROJECT STEPS KEY=VALUE ...` prints one line of JSON. Exit code 2 and the
-sentences on stderr when the configuration or the data is refused.
+Runs in the project's environment with the state's folder as the current one and prints one line of
+JSON. Exit code 2, and the sentences on stderr, when the configuration or the data is refused.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -21,20 +21,24 @@ PATHS = ("data.input", "data.tokenizer", "run.init_from")
 
 def main(argv: list[str]) -> int:
     """Print what the state's own code makes of the words."""
-    project, steps, words = Path(argv[0]), int(argv[1]), argv[2:]
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("project", type=Path, help="the user's own folder, for ignored data")
+    parser.add_argument("steps", type=int, help="batches to hash")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings")
+    args = parser.parse_args(argv)
     sys.path[0] = os.getcwd()
     from curry_train.config import ConfigError, config_hash, to_dict
     from curry_train.data import DataError, open_corpus
 
     try:
-        config, moved = load(words, project)
+        config, moved = load(args.words, args.project)
         corpus = open_corpus(config.data, cache_dir=Path(config.data.cache_dir))
     except (ConfigError, DataError) as error:
         print(error, file=sys.stderr)
         return 2
     batches, why = [], ""
     try:
-        batches = hashes(config, corpus, steps)
+        batches = hashes(config, corpus, args.steps)
     except Exception as error:  # the loader of another version: the losses still tell
         why = f"{type(error).__name__}: {error}"
     told = {

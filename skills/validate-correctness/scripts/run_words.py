@@ -10,7 +10,7 @@ from step_comparison import KEYS, MEASURED
 
 from kit.errors import UsageError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 EXAMPLES = "single, tp=2 or tp=2,dp_shard=2,ep=2"
 PATHS = ("data.input", "data.tokenizer", "run.init_from")
 FIXED = {

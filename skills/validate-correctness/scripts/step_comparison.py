@@ -120,7 +120,7 @@ def noise(runs: Sequence[FinishedRun], key: str, floor: float) -> dict[int, floa
 
     count, spread, seen = len(runs), 0.0, {}
     for step in sorted(set.intersection(*(set(run.rows) for run in runs))):
-        values = [run.rows[step].get(key) for run in runs]
+        values: list[Any] = [run.rows[step].get(key) for run in runs]
         if all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
             mean = statistics.fmean(values)
             spread = max(spread, statistics.stdev(values) / abs(mean) if mean else 0.0)
@@ -136,7 +136,7 @@ def gaps_of(group: Group, id: str, key: str) -> Iterator[Gap]:
     for step in sorted(set(head) & set.intersection(*(set(run.rows) for run in group.base))):
         logged = [run.rows[step].get(key) for run in group.base]
         wanted = [value for value in logged if isinstance(value, (int, float))]
-        found = head[step].get(key)
+        found: Any = head[step].get(key)
         if not wanted:
             continue  # a quantity that only the head logs
         mean = statistics.fmean(wanted) if len({repr(v) for v in wanted}) > 1 else wanted[0]
