@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     vocab_size=512, hidden_size=64, intermediate_size=160, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16,
 )  # fmt: skip
-STEPS = 160
+STEPS, PART = 160, 1536
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_right_weights_pass_and_the_numbers_are_those_of_the_text(trained, token
 
 
 def test_another_order_of_the_same_vocabulary_fails(trained, tokenizer):
-    found = measure(trained, Permuted(tokenizer))
+    found = measure(trained, Permuted(tokenizer), tokens=PART)
     assert found.verdict == "fail" and "another tokenizer" in found.reason
     assert found.loss > found.unigram
 
@@ -128,22 +128,22 @@ def test_a_vocabulary_that_is_too_large_is_refused(trained, tokenizer):
 
 
 def test_exchanged_gate_and_up_are_named(trained, tokenizer, tensors):
-    right = measure(trained, tokenizer).loss
+    right = measure(trained, tokenizer, tokens=PART).loss
     for name, gate in tensors.items():
         if ".gate_proj." in name:
             up = tensors[name.replace(".gate_proj.", ".up_proj.")]
             kept = gate.clone()
             gate.copy_(up)
             up.copy_(kept)
-    found = measure(trained, tokenizer)
+    found = measure(trained, tokenizer, tokens=PART)
     assert found.verdict == "fail" and "gate_proj and up_proj exchanged" in found.reason
     assert found.loss > right and f"falls to {right:.3f}" in found.reason
 
 
 def test_a_norm_that_was_dropped_is_named(trained, tokenizer, tensors):
-    right = measure(trained, tokenizer).loss
+    right = measure(trained, tokenizer, tokens=PART).loss
     tensors["model.norm.weight"].fill_(1.0)
-    found = measure(trained, tokenizer)
+    found = measure(trained, tokenizer, tokens=PART)
     assert found.verdict == "unclear" and found.loss > right + 0.03
     assert "model.norm.weight holds one value only (1 such norms)" in found.reason
 
@@ -157,7 +157,7 @@ def test_weights_that_were_mixed_up_fail(fault, trained, tokenizer, tensors):
         head.neg_()
     else:
         head[3, 3] = math.nan
-    found = measure(trained, tokenizer)
+    found = measure(trained, tokenizer, tokens=PART)
     assert found.verdict == "fail", found
 
 
