@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from curry_train.checkpoint import DTYPES, MANIFEST, CheckpointError, latest, read_manifest
 from curry_train.checkpoint.audit import audit, stored_bytes
 from curry_train.checkpoint.huggingface import export, import_weights, is_hugging_face
-from curry_train.checkpoint.tables import Meter, size_words
+from curry_train.checkpoint.tables import Meter, parse_size, size_words
 from curry_train.checkpoint.views import (
     ALLOWED,
     DONE,
@@ -33,7 +32,6 @@ from curry_train.checkpoint.views import (
 from curry_train.config import ConfigError
 
 BAD_INPUT = 2
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 FLOATS = [name for name in DTYPES if name.startswith(("float", "bfloat")) and "8_" not in name]
 
 
@@ -210,14 +208,6 @@ def _pruned(
     return Answer(DONE, data, lines)
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
-    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; allowed: 5GB, 200MB, bytes")
-    return size
-
-
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed: 0, 1, 2 ...")
@@ -281,7 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--weights-only", action="store_true", help="no moments, no random states")
     sub.add_argument("--dtype", choices=FLOATS, help="of all floating-point tensors")
     sub.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="such as 5GB; default: one file"
+        "--max-shard-size", type=parse_size, metavar="SIZE", help="such as 5GB; default: one file"
     )
     sub = verb("prune", prune, "remove what the rules of retention let go")
     rules(sub)

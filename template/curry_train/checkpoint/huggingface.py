@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from curry_train.checkpoint import MANIFEST, CheckpointError, latest, read_manifest
 from curry_train.checkpoint.families import CONFIG, differences, read_model
-from curry_train.checkpoint.tables import Meter, size_words
+from curry_train.checkpoint.tables import Meter, parse_size, size_words
 from curry_train.config import ModelConfig
 from curry_train.data import DataError
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from curry_train.parallel.shards import Part
 
 SHARD_BYTES = 5 * 10**9
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DONE, FINDING, BAD_INPUT = 0, 1, 2
 Told = Callable[[int], None]
 
@@ -143,13 +142,6 @@ def _save_yaml(project: Path, name: str, text: str) -> Path:
     return path
 
 
-def _shard_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|KB|MB|GB)", text.upper())
-    if not match or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size such as 5GB or 200MB")
-    return int(float(match[1]) * UNITS[match[2]])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m curry_train.checkpoint.huggingface", description=__doc__.split("\n\n")[0]
@@ -168,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto"
     )
-    out.add_argument("--max-shard-size", type=_shard_size, default=SHARD_BYTES, metavar="5GB")
+    out.add_argument("--max-shard-size", type=parse_size, default=SHARD_BYTES, metavar="5GB")
     same = verbs.add_parser("verify", help="compare both, bit by bit")
     same.add_argument("weights", help="folder of Hugging Face, or OWNER/NAME")
     same.add_argument("checkpoint", type=Path, help="step folder, or a run folder")

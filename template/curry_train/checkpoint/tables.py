@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 import threading
 import time
@@ -20,6 +22,15 @@ def size_words(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def parse_size(text: str) -> int:
+    """Read bytes from 5GB, 200 MB or 1000. Raises: argparse.ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    size = int(float(match[1]) * 1000 ** " kmgt".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; allowed: 5GB, 200MB, bytes")
+    return size
 
 
 def saved_at(seconds: float) -> str:
