@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from projects import SMALL, exit_code, fork_ranks, import_everything, rows
+from projects import SMALL, exit_code, fork_ranks, forked, import_everything, rows
 from test_checkpoint import assert_bitwise, load, meta, state, world_mesh
 from test_reshard import MODEL, runtime_of, truth_of
 
@@ -342,3 +342,25 @@ def test_a_signal_ends_a_run_when_its_last_checkpoint_stands(
     newest = dcp.latest(found[0] / "checkpoints")
     assert dcp.read_manifest(newest)["step"] == committed[-1] == events[-1]["step"]
     truth_of(newest)
+
+
+def test_an_aborted_run_ends_when_the_save_before_it_stands(
+    tmp_path, everything_imported, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    real = dcp.save
+
+    def slow(*args: Any, **kwargs: Any) -> Path:
+        time.sleep(3.0)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(dcp, "save", slow)  # the run is a fork of this process
+    settings = (*SMALL, "run.save_every=1", "run.async_save=true", "run.max_nonfinite=1")
+    settings += ("optim.lr=1e30", "optim.warmup_steps=0", "optim.max_grad_norm=0")
+    code, out = forked(*settings, log=tmp_path / "log.txt")
+    assert code == 4, out
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = read_journal(folder / "journal.jsonl")
+    assert [event["ev"] for event in events][-1] == "end"
+    assert [event["step"] for event in events if event["ev"] == "ckpt_commit"] == [1]
+    assert dcp.latest(folder / "checkpoints").name == "step-00000001"
