@@ -117,6 +117,11 @@ PLANTED = {
         2, "port-parameters",
         ("curry_train/layers/attention.py", 'config.qk_norm_width == "projection"', "False"),
     ),
+    "a layer that raises": (
+        2, "port-parameters",
+        ("curry_train/layers/attention.py", "self.clip = config.clip_qkv",
+         "self.clip = config.clip"),
+    ),
     "norm before the split, of one head": (
         3, "port-parity",
         ("curry_train/layers/attention.py", "x = norm(x).view(heads) if self.norm_whole",

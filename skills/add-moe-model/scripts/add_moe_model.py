@@ -19,6 +19,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -144,26 +145,20 @@ def _gates(call: cli.Invocation, report: Report, wanted: list[int], folder: Path
         report.check(
             GATES[1],
             "fail" if port is None else "pass",
-            message=problem or f"{port.architecture} is read as the YAML says",
+            message="" if port is None else f"{port.architecture} is read as the YAML says",
         )
+        report.checks[-1]["message"] += problem
         report.numbers["seconds 1"] = time.monotonic() - began
     rest = [number for number in wanted if number != 1]
-    runs = {
-        2: lambda: port_gates.parameters(port, THRESHOLDS),
-        3: lambda: port_gates.parity(port, THRESHOLDS),
-        4: lambda: port_gates.equal_layouts(port, THRESHOLDS, call, list(args.mesh)),
-        5: lambda: port_gates.same_text(port, THRESHOLDS, list(args.mesh)),
-        6: lambda: port_gates.round_trip(port, THRESHOLDS),
-    }
     passed, stopped = int(1 in wanted and port is not None), port is None
     for done, number in enumerate(rest):
-        if stopped:
+        if port is None or stopped:
             report.check(GATES[number], "skipped", message="a gate before it failed")
             continue
         began = time.monotonic()
-        found = runs[number]()
+        found = _gate(call, port, number)
         report.numbers[f"seconds {number}"] = time.monotonic() - began
-        report.numbers[found.id] = found.numbers
+        report.numbers[found.id] = found.numbers or {}
         report.check(
             found.id,
             "pass" if found.passed else "fail",
@@ -176,6 +171,29 @@ def _gates(call: cli.Invocation, report: Report, wanted: list[int], folder: Path
         stopped = not found.passed and not args.keep_going
         call.progress(done + 1, len(rest), f"gate {number}")
     return passed
+
+
+def _gate(call: cli.Invocation, port: Any, number: int) -> Any:
+    """Run a gate; what the port itself raises is a finding, with its traceback on stderr."""
+    import port_gates
+
+    meshes = list(call.args.mesh)
+    runs = {
+        2: lambda: port_gates.parameters(port, THRESHOLDS),
+        3: lambda: port_gates.parity(port, THRESHOLDS),
+        4: lambda: port_gates.equal_layouts(port, THRESHOLDS, call, meshes),
+        5: lambda: port_gates.same_text(port, THRESHOLDS, meshes),
+        6: lambda: port_gates.round_trip(port, THRESHOLDS),
+    }
+    try:
+        return runs[number]()
+    except UsageError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or ["no message"])[0]
+        told = f"raised {type(error).__name__}: {first}"
+        return port_gates.Finding(GATES[number], False, message=told)
 
 
 def table(report: Report) -> str:

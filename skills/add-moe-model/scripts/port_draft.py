@@ -181,9 +181,11 @@ def tensors_of(
     try:
         with torch.device("meta"):
             model = tiny_models.class_of(architecture)(tiny_models.settings_of(raw))
-    except (AttributeError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (UsageError, AttributeError, ValueError, KeyError, TypeError, ImportError) as error:
         return {}, f"no --index, and transformers cannot build it ({error})"
-    state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state: dict[str, tuple[int, ...] | None] = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+    }
     return state, "from transformers' model in memory; published files may name experts otherwise"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ class Port:
     config: Any
     model: Any
     folder: Path
-    made: dict[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -303,7 +302,7 @@ def same_text(port: Port, thresholds: dict[str, float], names: list[str]) -> Fin
     for mesh in names:
         if mesh == "pp1 ep1":
             continue
-        config = replace(base, parallel=ParallelConfig(**MESHES[mesh]))
+        config = replace(base, parallel=replace(ParallelConfig(), **MESHES[mesh]))
         world = config.parallel.pp * config.parallel.dp_shard
         ranks = run_ranks(text_of_rank, world, config, corpus, folder, timeout=TIMEOUT)
         texts |= {f"{mesh}, rank {rank}": text for rank, text in enumerate(ranks)}

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kit.errors import UsageError
+
 LENGTH, VOCAB, LAYERS, EXPERTS = 24, 257, 2, 8
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 16,
@@ -88,7 +90,7 @@ def float64(model_class: type) -> Iterator[None]:
     only, as much as a small mistake may cost.
     """
     rope = importlib.import_module("transformers.modeling_rope_utils")
-    modules = [rope, sys.modules[model_class.__module__]]
+    modules: list[Any] = [rope, sys.modules[model_class.__module__]]
     kept, real = [module.torch for module in modules], torch.Tensor.float
     for module in modules:
         module.torch = Float64Torch()
@@ -115,9 +117,15 @@ def settings_of(raw: Mapping[str, Any]) -> Any:
 
 
 def class_of(architecture: str) -> type:
-    """Return the class of transformers for an architecture. Raises: AttributeError."""
+    """Return the class of transformers for an architecture. Raises: UsageError."""
     import transformers
 
+    if not hasattr(transformers, architecture):
+        raise UsageError(
+            f"transformers {transformers.__version__} has no {architecture}",
+            "gates compare with its own model",
+            "install a newer transformers",
+        )
     return getattr(transformers, architecture)
 
 
