@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def import_weights(
     """
     file = "tensors-00000.safetensors"
     model = read_model(folder)[0]
-    state = dict(named_state(meta_model(Config(model=model, precision=precision))))
+    if precision not in ("fp32", "fp64"):
+        raise CheckpointError(f"precision {precision}: weights are stored as fp32 or fp64")
+    state = dict(named_state(meta_model(replace(Config(model=model), precision=precision))))
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     found, report = weight_files.plan(folder, model, shapes)
     kinds = {name: (dtype_name(t.dtype), [*t.shape]) for name, t in state.items()}
@@ -126,7 +128,7 @@ def export(checkpoint: Path, out: Path, dtype: str, max_shard_bytes: int, told: 
 
     def tensor_of(key: str) -> Tensor:
         tensor = _in_file(checkpoint, weights, users[key], *kinds[key])
-        told(tensor.nbytes)
+        told(tensor.numel() * getattr(torch, weights[users[key][0][0]]["dtype"]).itemsize)
         return tensor
 
     with fresh_folder(out) as folder:

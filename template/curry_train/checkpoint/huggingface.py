@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curry_train.checkpoint import MANIFEST, CheckpointError, latest, read_manifest
-from curry_train.checkpoint.families import CONFIG, differences, read_model
+from curry_train.checkpoint.families import CONFIG, differences, live, read_model
 from curry_train.checkpoint.tables import Meter, parse_size, size_words
+from curry_train.checkpoint.views import bytes_of
 from curry_train.config import ModelConfig
 from curry_train.data import DataError
+from curry_train.sizes import parameter_counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9
 DONE, FINDING, BAD_INPUT = 0, 1, 2
+SHOWN = frozenset(
+    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings rope_theta rms_norm_eps qk_norm
+    tie_word_embeddings num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    """.split()
+)
+"""Fields that a model's file in configs/model/ names even where they are defaults."""
 Told = Callable[[int], None]
 
 
@@ -113,11 +122,11 @@ def model_yaml(model: ModelConfig, name: str, source: str) -> str:
     """Return the text of configs/model/NAME.yaml: sizes, and what is no default."""
     import yaml
 
-    sizes, default = ("vocab_size", "hidden_size", "num_hidden_layers"), ModelConfig()
+    default, shown = ModelConfig(), SHOWN & live(model).keys()
     values = {
         f.name: getattr(model, f.name)
         for f in fields(model)
-        if f.name in sizes or getattr(model, f.name) != getattr(default, f.name)
+        if f.name in shown or getattr(model, f.name) != getattr(default, f.name)
     }
     text = yaml.safe_dump({"architecture": "decoder", **values}, sort_keys=False)
     return f"# {name}: what config.json of {source} says.\n{text}"
@@ -144,7 +153,8 @@ def _save_yaml(project: Path, name: str, text: str) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m curry_train.checkpoint.huggingface", description=__doc__.split("\n\n")[0]
+        prog="python -m curry_train.checkpoint.huggingface",
+        description=(__doc__ or "").split("\n\n")[0],
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     made = verbs.add_parser("import", help="folder of Hugging Face -> checkpoint")
@@ -193,7 +203,8 @@ def _import(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         _yaml_path(args.project, name)
     from curry_train.checkpoint import exchange
 
-    meter = Meter("import", 0)
+    size = parameter_counts(model)[0] * (8 if args.precision == "fp64" else 4)
+    meter = Meter("import", size)
     path, report = exchange.import_weights(folder, args.out, args.precision, meter)
     meter.close()
     data: dict[str, Any] = {"path": str(path), "architecture": report.architecture}
@@ -223,8 +234,9 @@ def _sanity(checkpoint: Path) -> dict[str, Any]:
 
 
 def _export(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    meter = Meter("export", 0)
-    path = export(_checkpoint(args.checkpoint), args.out, args.dtype, args.max_shard_size, meter)
+    checkpoint = _checkpoint(args.checkpoint)
+    meter = Meter("export", sum(_weights_in(checkpoint).values()))
+    path = export(checkpoint, args.out, args.dtype, args.max_shard_size, meter)
     meter.close()
     files = sorted(file.name for file in path.iterdir())
     lines = [f"wrote {path}, {size_words(_size(path))}: {', '.join(files)}"]
@@ -233,14 +245,20 @@ def _export(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 def _verify(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     folder, checkpoint = _weights(args.weights), _checkpoint(args.checkpoint)
-    tensors = read_manifest(checkpoint)["tensors"]
-    meter = Meter("verify", 0)
+    weights = _weights_in(checkpoint)
+    meter = Meter("verify", sum(weights.values()))
     problems = verify(folder, checkpoint, meter)
     meter.close()
-    count = sum(not name.startswith("optim.") for name in tensors)
+    count = len(weights)
     end = f"{len(problems)} problems" if problems else f"{count} tensors are equal, bit by bit"
     data = {"problems": problems, "tensors": count}
     return (FINDING if problems else DONE), data, [*problems, f"{folder} and {checkpoint}: {end}"]
+
+
+def _weights_in(checkpoint: Path) -> dict[str, int]:
+    """Return the bytes of each weight of a checkpoint; moments are none."""
+    tensors = read_manifest(checkpoint)["tensors"]
+    return {n: bytes_of(entry) for n, entry in tensors.items() if not n.startswith("optim.")}
 
 
 def _size(folder: Path) -> int:
