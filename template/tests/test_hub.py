@@ -52,9 +52,10 @@ def published(tmp_path):
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (folder / "tokenizer.json").write_text("{}")
     luck = np.random.default_rng(0)
-    for name in (*SHARDS, "consolidated.safetensors", "original/model.safetensors"):
+    whole = ("model.safetensors", "consolidated.safetensors", "original/model.safetensors")
+    for name in (*SHARDS, *whole):
         (folder / name).write_bytes(luck.bytes(200_000))
-    for name in ("pytorch_model.bin", "modeling_own.py", "README.md"):
+    for name in ("pytorch_model.bin", "modeling_own.py", "README.md", "original/params.json"):
         (folder / name).write_text("never fetched")
     return folder
 
@@ -182,7 +183,7 @@ def test_a_gated_model_whose_listing_is_public_is_refused_at_its_first_file(serv
 
 
 def test_a_model_of_pickles_alone_is_refused(served, published):
-    for name in SHARDS:
+    for name in (*SHARDS, "model.safetensors"):
         (published / name).unlink()
     assert "pytorch_model.bin are pickles, which are never read" in str(refusal(NAME))
 
@@ -216,7 +217,7 @@ def test_no_socket_is_opened_when_the_hub_is_switched_off(monkeypatch):
     assert "HF_HUB_OFFLINE is set" in str(error) and "Three ways out" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["refused", "silent"])
+@pytest.mark.parametrize("kind", ["refused", "silent", "name service hangs"])
 def test_an_unreachable_hub_takes_less_than_five_seconds(kind, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecret")
     with socket.socket() as listener:
@@ -224,6 +225,8 @@ def test_an_unreachable_hub_takes_less_than_five_seconds(kind, monkeypatch):
         port = listener.getsockname()[1]
         if kind == "silent":
             listener.listen(5)  # accepts and never answers
+        elif kind != "refused":
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(20))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://user:secret@127.0.0.1:{port}")
         start = time.monotonic()
         error = refusal(NAME)
