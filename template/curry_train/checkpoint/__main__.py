@@ -32,6 +32,8 @@ from curry_train.checkpoint.views import (
 from curry_train.config import ConfigError
 
 BAD_INPUT = 2
+EPILOG = """PATH is a run folder, its checkpoints/ folder or one checkpoint.
+Exit codes: 0 done, 1 a finding (damaged, different), 2 bad usage or input."""
 FLOATS = [name for name in DTYPES if name.startswith(("float", "bfloat")) and "8_" not in name]
 
 
@@ -229,8 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m curry_train.checkpoint",
         description="Look at checkpoints, prove them whole, compare, rewrite and prune them.",
-        epilog="PATH is a run folder, its checkpoints/ folder or one checkpoint. Exit codes: "
-        "0 done, 1 a finding (damaged, different), 2 bad usage or input.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -277,6 +278,8 @@ def build_parser() -> argparse.ArgumentParser:
     rules(sub)
     sub.add_argument("--leftovers", action="store_true", help="also what kills left behind")
     sub.add_argument("--yes", action="store_true", help="remove; without it, only say what")
+    usages = (verb.format_usage().partition(": ")[2] for verb in verbs.choices.values())
+    parser.epilog = f"{EPILOG}\n\n{''.join(usages)}"
     return parser
 
 
