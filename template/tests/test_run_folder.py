@@ -59,7 +59,7 @@ def save(run: Run, config: Config, step: int, data_hash: str = DATA) -> Path:
     return dcp.save(
         run.dir / "checkpoints",
         step=step,
-        tensors={"w": torch.ones(2)},
+        tensors={"w": torch.ones(2), "optim.step": torch.tensor(1.0)},
         rank_tensors={},
         meta={
             "samples_consumed": 8 * step,
