@@ -38,7 +38,6 @@ Share = Annotated[float, Bound("above 0 and below 1", lambda x: 0 < x < 1)]
 BpeSize = Annotated[int, Bound("of at least 257", lambda n: n >= 257)]
 # What NumPy takes
 Seed = Annotated[int, Bound("of at least 0 and below 2**32", lambda n: 0 <= n < 2**32)]
-Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleaved_zb", "zbv", "dualpipev"]
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -262,7 +261,9 @@ class ParallelConfig:
     """What dp_shard*cp ranks divide: 0 nothing, 1 moments, 2 also gradients, 3 also parameters."""
     reshard: Literal["auto"] | bool = "auto"
     """Drop gathered parameters after each forward; auto: zero=3 does, split-backward never."""
-    schedule: Schedule = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "interleaved_zb", "zbv", "dualpipev"] = (
+        "1f1b"
+    )
     """gpipe, 1f1b, interleaved1f1b, interleaved_zb, zbv or dualpipev; read when pp > 1."""
     pp_split: Literal["auto"] | list[Count] = "auto"
     """Blocks of each pipeline stage in model order; auto: even by the cost of blocks and ends."""
@@ -351,11 +352,8 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[str]):
         self.problems = problems
-        if len(problems) == 1:
-            super().__init__(f"configuration: {problems[0]}")
-        else:
-            head = f"configuration: {len(problems)} problems"
-            super().__init__("\n".join([head, *(f"  {problem}" for problem in problems)]))
+        many = [f"{len(problems)} problems", *(f"  {problem}" for problem in problems)]
+        super().__init__("configuration: " + "\n".join(problems if len(problems) == 1 else many))
 
 
 class Setting(NamedTuple):

@@ -154,6 +154,7 @@ def _save_yaml(project: Path, name: str, text: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m curry_train.checkpoint.huggingface",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(__doc__ or "").split("\n\n")[0],
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -176,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     same.add_argument("checkpoint", type=Path, help="step folder, or a run folder")
     for verb in (made, out, same):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
+    usages = (verb.format_usage().partition(": ")[2] for verb in (made, out, same))
+    parser.epilog = "".join(usages)
     return parser
 
 
