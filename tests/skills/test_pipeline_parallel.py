@@ -154,7 +154,7 @@ def test_a_sound_pipeline_passes_and_its_numbers_are_right(project, tmp_path):
 PLANTED = {
     "pipeline-gradients": ("scale_grads=False", "scale_grads=True"),
     "pipeline-losses": (
-        'self.loss(inputs, batch["labels"])', 'self.loss(inputs, batch["input_ids"])',
+        'self.loss(output, batch["labels"])', 'self.loss(output, batch["input_ids"])',
     ),
 }  # fmt: skip
 
