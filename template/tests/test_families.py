@@ -91,6 +91,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
         "topk_method": "noaux_tc", "vocab_size": 129280,
     },
+    "olmoe_1b_7b": {
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "clip_qkv": None, "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 1024, "max_position_embeddings": 4096,
+        "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+        "num_key_value_heads": 16, "output_router_logits": False, "pad_token_id": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 50304,
+    },
     "gpt_oss_20b": {
         "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
         "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
@@ -234,6 +245,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax"),
     ("deepseek_v3", {"n_group": 7}, "model.n_group=7: does not divide"),
     ("gpt_oss_20b", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+    ("olmoe_1b_7b", {"head_dim": 64}, "head_dim=64: 16 heads must be as wide as hidden_size=2048"),
     ("gpt_oss_20b", {"experts_per_token": 2}, "contradict each other"),
     ("gpt_oss_20b", {"architectures": ["GptOssModel"]}, "known are LlamaForCausalLM"),
     ("gpt_oss_20b", {"architectures": None, "model_type": "mistral"}, "model_type=mistral"),
@@ -273,6 +285,8 @@ UNWRITTEN: list[tuple[str, dict[str, Any], list[str]]] = [
      ["model.shared_expert_intermediate_size=0: DeepseekV3ForCausalLM, the nearest", "has 2048"]),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps=1e-05: the norms of the latents"]),
     ("gpt_oss_20b", {"router_bias": False}, ["model.router_bias=false: GptOss"]),
+    ("olmoe_1b_7b", {"head_dim": 64}, ["qk_norm_width=projection: Qwen3MoeForCausalLM, the near"]),
+    ("qwen3_30b_a3b", {"clip_qkv": 8.0}, ["model.clip_qkv=8.0: Qwen3MoeForCausalLM"]),
 ]  # fmt: skip
 
 

@@ -124,6 +124,16 @@ def _read_heads(keys: Keys, absent: Mapping[str, Any], values: dict[str, Any]) -
     )
 
 
+def _read_whole_heads(keys: Keys, absent: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Read heads that together are as wide as the model, which norms of projections rely on."""
+    _read_heads(keys, absent, values)
+    heads, width = _count(values["num_attention_heads"]), _count(values["hidden_size"])
+    if heads * _count(values["head_dim"]) != width:
+        keys.problems.append(
+            f"head_dim={values['head_dim']}: {heads} heads must be as wide as hidden_size={width}"
+        )
+
+
 def _write_heads(model: ModelConfig) -> dict[str, Any]:
     return {"num_key_value_heads": model.num_key_value_heads, "head_dim": model.head_dim}
 
@@ -338,6 +348,7 @@ def _write_topk_method(model: ModelConfig) -> dict[str, Any]:
 
 
 HEADS = Piece(_read_heads, _write_heads)
+WHOLE_HEADS = Piece(_read_whole_heads, _write_heads)
 ROPE = Piece(_read_rope, _write_rope)
 WINDOW = Piece(_read_window, _write_window)
 OPTIONAL_WINDOW = Piece(_read_optional_window, _write_optional_window)

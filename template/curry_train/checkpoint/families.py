@@ -30,6 +30,7 @@ from curry_train.checkpoint.config_keys import (
     ROPE_KEYS,
     SPARSE_BLOCKS,
     TOPK_METHOD,
+    WHOLE_HEADS,
     WINDOW,
     Keys,
     Piece,
@@ -127,15 +128,6 @@ FAMILIES = {
         pieces=(HEADS, ROPE, OPTIONAL_WINDOW, SPARSE_BLOCKS),
         fixed={"qk_norm": True},
     ),
-    "OlmoeForCausalLM": Family(
-        model_type="olmoe",
-        fields=MIXTURE
-        | _same("attention_bias clip_qkv norm_topk_prob")
-        | {"moe_intermediate_size": ("intermediate_size",)},
-        pieces=(HEADS, ROPE),
-        absent={"rms_norm_eps": 1e-5, "clip_qkv": None, "router_aux_loss_coef": 0.01},
-        fixed={"qk_norm": True, "qk_norm_width": "projection"},
-    ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",
         fields=DEEPSEEK,
@@ -196,6 +188,15 @@ FAMILIES = {
         only={"swiglu_alpha": (1.702,)},
         names={".mlp.gate.": ".mlp.router."},
         experts="alternating",
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        fields=MIXTURE
+        | _same("attention_bias clip_qkv norm_topk_prob")
+        | {"moe_intermediate_size": ("intermediate_size",)},
+        pieces=(WHOLE_HEADS, ROPE),
+        absent={"rms_norm_eps": 1e-5, "clip_qkv": None, "router_aux_loss_coef": 0.01},
+        fixed={"qk_norm": True, "qk_norm_width": "projection"},
     ),
 }
 """Architecture of config.json -> its table. Of two that express a model, the first is written."""
