@@ -122,7 +122,7 @@ PLANTED = {
         ("curry_train/layers/attention.py", "self.clip = config.clip_qkv",
          "self.clip = config.clip"),
     ),
-    "norm before the split, of one head": (
+    "another norm before the split": (
         3, "port-parity",
         ("curry_train/layers/attention.py", "x = norm(x).view(heads) if self.norm_whole",
          "x = norm(x / 2 + 1).view(heads) if self.norm_whole"),
