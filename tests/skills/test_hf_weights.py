@@ -80,7 +80,11 @@ def test_an_import_gives_checkpoint_yaml_and_sanity_number(imported, project, pu
         sanity["loss"] / sanity["unigram"], abs=1e-4
     )
     assert report["numbers"]["parameters"] == sum(_sizes(published / "model.safetensors"))
-    assert report["next"] == [f"python train.py model=pairs_0_1b run.init_from={checkpoint}"]
+    assert report["numbers"]["words"] == [
+        "model=pairs_0_1b",
+        f"run.init_from={checkpoint}",
+        f"data.tokenizer={checkpoint / 'tokenizer.json'}",
+    ]
 
 
 def _header(path):

@@ -188,7 +188,16 @@ def take(call: cli.Invocation, report: Report) -> None:
     facts(report, path)
     report.artifacts += [str(path), str(yaml)]
     report.summary = f"{folder.name} {'is' if there else 'is now'} {cli.shown(path)}"
-    report.next.append(f"python train.py model={name} run.init_from={path}")
+    report.numbers["words"] = words_for(name, path, args.precision)
+    print(f"python train.py {' '.join(words_for(name, cli.shown(path), args.precision))}")
+
+
+def words_for(name: str, path: Path, precision: str) -> list[str]:
+    """Return the settings that train from a checkpoint, with the tokenizer that lies in it."""
+    words = [f"model={name}", f"run.init_from={path}"]
+    own = path / "tokenizer.json"
+    words += [f"data.tokenizer={own}"] if own.is_file() else []
+    return words + (["precision=fp64"] if precision == "fp64" else [])
 
 
 def slug(place: Any) -> str:
