@@ -137,7 +137,7 @@ def peak_of_rank(rank: int, world: int, folder: Path, tp: int) -> list[int]:
     return [max(peak) - before, own]
 
 
-def rows(mb: int = 200, rounds: int = 5) -> list[dict[str, Any]]:
+def rows(mb: int = 160, rounds: int = 5) -> list[dict[str, Any]]:
     """Return a row for each case: name, value, bound, unit, ok and the figures behind them.
 
     mb: size of the parameters in float32.
@@ -171,7 +171,7 @@ def row(
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--mb", type=int, default=200, help="megabytes of parameters")
+    parser.add_argument("--mb", type=int, default=160, help="megabytes of parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

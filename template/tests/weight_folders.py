@@ -1,4 +1,4 @@
-"""Tiny random models of transformers as folders, all eight architectures and their variants."""
+"""Tiny random models of transformers as folders, all architectures and their variants."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 4, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16,
         "mlp_only_layers": [0], "num_hidden_layers": 3,
     },
+    "Olmoe": EXPERTS | {"num_experts": 4, "intermediate_size": 16, "clip_qkv": 1.5},
     "DeepseekV2 lite": LATENT | {"q_lora_rank": None, "rope_parameters": SCALED},
     "DeepseekV2 groups": LATENT | {
         "n_routed_experts": 8, "topk_method": "group_limited_greedy", "n_group": 4,
