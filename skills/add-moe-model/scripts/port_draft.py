@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,17 +214,21 @@ def skeleton(
 
 def plain_values(name: str, raw: Mapping[str, Any], keys: Keys, new_class: bool) -> dict[str, Any]:
     """Return fields whose keys have plain values, and what the nearest family always has."""
+    from curry_train import rules
     from curry_train.checkpoint.families import FAMILIES
-    from curry_train.config import ModelConfig
+    from curry_train.config import ModelConfig, known_settings
 
+    kinds = {key: setting.kind for key, setting in known_settings(ModelConfig).items()}
     values: dict[str, Any] = {"architecture": name if new_class else "decoder"}
     values |= FAMILIES[keys.nearest].fixed
-    ours = {field.name for field in fields(ModelConfig)}
     for key, value in raw.items():
         field = keys.known.get(key, "")
-        field = key if field not in ours and key in ours else field
-        if field in ours and isinstance(value, int | float | str | bool):
-            values[field] = value
+        field = field if f"model.{field}" in kinds else key
+        pieces = field.startswith(("rope_", "sliding_", "original_")) and field != "rope_theta"
+        if f"model.{field}" not in kinds or pieces:
+            continue
+        with contextlib.suppress(ValueError, OverflowError):
+            values[field] = rules.convert(value, kinds[f"model.{field}"])
     if "head_dim" not in values and values.get("num_attention_heads"):
         values["head_dim"] = values.get("hidden_size", 0) // values["num_attention_heads"]
     return values
