@@ -423,6 +423,7 @@ BRANCHES = {
     "random": {"JITTER": 1e-6},
     "wild": {"JITTER": 0.05},
     "hangs": {"SLEEP": 30.0},
+    "private": {"TEXT_FILE": "private.txt"},
 }
 ASKED = {"--model": "small", "--mesh": "single", "--steps": 10, "--base": "main"}
 
@@ -534,6 +535,8 @@ def test_data_that_git_ignores_is_found_in_the_users_folder(repository, tmp_path
     words = ["--set", "data.input=private.txt"]
     _, report, checks = validated(repository, *words, head="refactor", cwd=tmp_path)
     assert failed(checks) == set() and report["verdict"] == "pass"
+    _, report, checks = validated(repository, base="private", head="private", cwd=tmp_path)
+    assert failed(checks) == set() and report["verdict"] == "pass", "a path of a file of configs"
     words = ["--set", "data.input=absent.txt"]
     done, report, _ = validated(repository, *words, head="refactor", cwd=tmp_path)
     assert done.returncode == 2 and report is None and "absent.txt: no such file" in done.stderr
@@ -667,6 +670,7 @@ def test_nothing_stays_after_a_stop_or_a_kill(number, repository, tmp_path):
     while not any("hangs" in str(w) or "head-1" in str(w) for w in living(repository, tmp_path)):
         assert process.is_alive() and time.monotonic() - began < 60, output[1].read_text()
         time.sleep(0.02)
+    assert ref_worktrees.remove_stale(ref_worktrees.Repository.of(repository.project)) == []
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == (-9 if number == signal.SIGKILL else 130)

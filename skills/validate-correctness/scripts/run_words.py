@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from step_comparison import KEYS, MEASURED
 
@@ -12,7 +11,6 @@ from kit.errors import UsageError
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 EXAMPLES = "single, tp=2 or tp=2,dp_shard=2,ep=2"
-PATHS = ("data.input", "data.tokenizer", "run.init_from")
 FIXED = {
     "model": "--model",
     "seed": "--seeds",
@@ -85,16 +83,14 @@ def tolerances_of(words: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def check_words(words: list[str], project: Path) -> None:
-    """Refuse settings that flags decide; make paths that only the user's folder has absolute."""
-    for place, word in enumerate(words):
-        key, _, value = word.partition("=")
+def check_words(words: Sequence[str]) -> None:
+    """Refuse settings that flags decide."""
+    for word in words:
+        key = word.partition("=")[0]
         if key in FIXED:
             raise UsageError(f"--set {word}", f"{FIXED[key]} decides {key}", f"set {FIXED[key]}")
         if key in OURS:
             raise UsageError(f"--set {word}", f"{key} belongs to this comparison", "leave it out")
-        if key in PATHS and value and (project / value).exists():
-            words[place] = f"{key}={(project / value).resolve()}"
 
 
 def words_of(

@@ -115,7 +115,7 @@ def check_flags(args: Any) -> None:
     args.seeds = list(dict.fromkeys(args.seeds or [args.seed or 0]))
     args.axes = mesh_of(args.mesh)
     args.given = tolerances_of(args.tolerance)
-    check_words(args.set, project)
+    check_words(args.set)
     least = {"--steps": (args.steps, LEAST_STEPS), "--base-runs": (args.base_runs, 3)}
     for flag, (value, limit) in least.items():
         if value < limit:

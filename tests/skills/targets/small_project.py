@@ -28,6 +28,7 @@ PHYSICS = {
     "CRASH_AFTER": 10**9,
     "FIRST_STEP": 1,
     "REFUSE": "",
+    "TEXT_FILE": "text.txt",
 }
 CONFIG = """
 import json
@@ -50,7 +51,7 @@ def load_config(words):
         raise ConfigError(physics.REFUSE)
     if int(values["parallel.tp"]) == 3:
         raise ConfigError("parallel.tp=3: does not divide 4 heads")
-    text = values.get("data.input", "text.txt")
+    text = values.get("data.input", physics.TEXT_FILE)
     if not Path(text).exists():
         raise ConfigError(f"data.input={text}: no such file or folder")
     data = Section(input=text, tokenizer="byte", global_batch_size=4, seq_len=2,
