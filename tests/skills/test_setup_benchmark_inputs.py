@@ -239,6 +239,10 @@ def test_released_inputs_come_from_the_hub_and_a_broken_download_continues(
         server.requests.clear()
         report, _ = call(project, "prepare", "tiny_spiking", *words, **hub)
         assert report["numbers"]["made"] == [] and server.requests == []
+    # a repair is not made of something else: nothing released becomes a stand-in without a word
+    (project / CORPUS / "tiny_spiking" / "val-00000.bin").unlink()
+    away = {"HF_HOME": str(tmp_path / "empty")}
+    assert "cannot be had now" in call(project, "prepare", "tiny_spiking", code=2, **away)
 
 
 def test_names_and_flags_that_cannot_be_are_refused(project):

@@ -138,10 +138,8 @@ def prepare(
         done.append("checkpoint")
         examine(checkpoint, corpus, verify=False)
     if args.replace or not corpus.ready:
-        asked = args.text
-        if asked is None and not args.stand_in and checkpoint.origin == "released":
-            asked = sources.RELEASED_TEXT
-        text = choose(corpus, args, sources.choose_text, asked)
+        own = sources.RELEASED_TEXT if checkpoint.origin == "released" else None
+        text = choose(corpus, args, sources.choose_text, args.text, usual=own)
         ask_first(call, config, text)
         make_corpus(call, text, checkpoint, corpus)
         done.append("corpus")
@@ -160,11 +158,16 @@ def refuse_other(part: Part, asked: str | None, replace: bool) -> None:
         )
 
 
-def choose(part: Part, args: Any, from_where: Any, asked: str | None) -> sources.Choice:
-    """Choose a source; what is repaired comes from where it came, never from a stand-in instead."""
+def choose(
+    part: Part, args: Any, from_where: Any, asked: str | None, usual: str | None = None
+) -> sources.Choice:
+    """Choose a source; what is repaired comes from where it came, never from a stand-in instead.
+
+    asked: by the user. usual: where a new part comes from otherwise.
+    """
     origin, source = part.origin, part.record.get("source")
     if args.replace or asked or args.stand_in or origin not in ("released", "local"):
-        return from_where(args.model, asked, args.stand_in)
+        return from_where(args.model, asked or (None if args.stand_in else usual), args.stand_in)
     if origin == "local" and not Path(str(source)).exists():
         raise UsageError(
             f"{part.folder} was made of {source}, which is gone",
