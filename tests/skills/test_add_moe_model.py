@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -294,6 +295,20 @@ def test_a_draft_of_a_known_architecture_passes_its_first_gate(project):
     write_weights(hf, {"model.layers.0.self_attn.q_norm.weight": [512]})
     code, report, _ = run(project, "draft", "--name", "olmoe_third", "--hf", hf)
     assert code == 1 and verdicts(report)["port-tensors"] == "fail"
+
+
+def test_packed_experts_and_further_predictions_are_known():
+    spec = importlib.util.spec_from_file_location("tensor_rules", SCRIPTS / "tensor_rules.py")
+    rules = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = rules
+    spec.loader.exec_module(rules)
+    raw = {"num_hidden_layers": 2, "num_local_experts": 4, "num_nextn_predict_layers": 1}
+    bank = "model.layers.1.mlp.experts.gate_up_proj"
+    names = {f"{bank}_blocks": (4, 64, 2, 16), f"{bank}_scales": (4, 64, 2)}
+    names |= {"model.layers.2.eh_proj.weight": (8, 16), f"{bank}_zeros": (4, 64, 2)}
+    found = {group.pattern: group.status for group in rules.groups_of(names, raw)}
+    bank = bank.replace("1", "*")
+    assert found == {f"{bank}_blocks": "fits", f"{bank}_scales": "fits", f"{bank}_zeros": "unknown"}
 
 
 def test_without_transformers_nothing_is_judged(monkeypatch):

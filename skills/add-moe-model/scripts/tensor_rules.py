@@ -70,6 +70,11 @@ RULES: list[tuple[str, str, dict[tuple[str, ...], str]]] = [
     ),
     (SPARSE + r"experts\.gate_up_proj_bias", "experts bias", {("E", "2M"): "expert_bias=true"}),
     (SPARSE + r"experts\.down_proj_bias", "experts bias", {("E", "D"): "expert_bias=true"}),
+    (
+        SPARSE + r"experts\.(gate_up|down)_proj_(blocks|scales)", "experts",
+        {("E", "*", "*", "*"): "MXFP4, decoded by an import", ("E", "*", "*"): "MXFP4"},
+    ),
+    (r".*rotary_emb\.inv_freq", "left out", {("*",): "follows from config.json"}),
     (SHARED + r"(gate|up)_proj\.weight", "shared_experts gate and up", {("S", "D"): ""}),
     (SHARED + r"down_proj\.weight", "shared_experts down", {("D", "S"): ""}),
 ]  # fmt: skip
@@ -96,7 +101,11 @@ class Group:
 def groups_of(tensors: Mapping[str, tuple[int, ...] | None], raw: Mapping[str, Any]) -> list[Group]:
     """Return the tensors grouped by pattern, each held against RULES."""
     found: dict[str, Group] = {}
+    layers = raw.get("num_hidden_layers") or 0
     for name, shape in tensors.items():
+        block = re.match(r"model\.layers\.(\d+)\.", name)
+        if block and int(block[1]) >= layers and raw.get("num_nextn_predict_layers"):
+            continue  # multi-token prediction, which an import leaves out
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
         group = found.setdefault(pattern, Group(pattern, example=name))
         group.count += 1
@@ -122,7 +131,9 @@ def judge(group: Group, sizes: Mapping[str, set[int]]) -> None:
                 note
                 for symbols, note in shapes.items()
                 if len(symbols) == len(shape)
-                and all(size in sizes[s] for s, size in zip(symbols, shape, strict=True))
+                and all(
+                    s == "*" or size in sizes[s] for s, size in zip(symbols, shape, strict=True)
+                )
             ]
             for shape in group.shapes
         ]
