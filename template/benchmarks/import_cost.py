@@ -121,7 +121,8 @@ def peak_of_rank(rank: int, world: int, folder: Path, tp: int) -> list[int]:
     return_memory()
     before = anonymous()
     chunks, shards = build_chunks(config, mesh)
-    tensors: Any = weight_tensors(argparse.Namespace(chunks=chunks, shards=shards))
+    runtime: Any = argparse.Namespace(chunks=chunks, shards=shards)
+    tensors = weight_tensors(runtime)
     peak, done = [anonymous()], threading.Event()
 
     def watch() -> None:
@@ -170,7 +171,7 @@ def row(
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--mb", type=int, default=160, help="megabytes of parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
