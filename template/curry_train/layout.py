@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from curry_train.activations import block_bytes, head_bytes, selective_bytes
+from curry_train.activations import block_bytes, head_bytes, mask_bytes, selective_bytes
 from curry_train.config import Config, ModelConfig, resolve_micro_batch
 from curry_train.parallel import dims
 from curry_train.parallel.activation_checkpoint import kind_of
@@ -55,6 +55,11 @@ class Layout:
         """Return what a stage holds: embedding, blocks by number, head (with the last norm)."""
         first, last = stage == 0, stage == len(self.split) - 1
         return ["embedding"] * first + list(self.split[stage]) + ["head"] * last
+
+    @cached_property
+    def masks(self) -> int:
+        """The bytes of the masks that all blocks of a micro-batch share."""
+        return mask_bytes(self.config, self.samples, self.compute)
 
     @cached_property
     def built(self) -> dict[str | int, list[Weight]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from curry_train.activations import key_value_width, mask_bytes, ranks_visited
+from curry_train.activations import key_value_width, ranks_visited
 from curry_train.communication import print_communication
 from curry_train.config import Config, ConfigError, planned_world
 from curry_train.layout import Layout
@@ -78,7 +78,7 @@ def _alive(layout: Layout, stage: int, live: int) -> float:
         dropped = set(layout.made_again(stage)) | {"embedding"}
         cast = [part for part in parts if part not in dropped]
         kept += sum(layout.held(part).local for part in cast) * compute
-    masks = mask_bytes(layout.config, layout.samples, compute) if layout.split[stage] else 0
+    masks = layout.masks if layout.split[stage] else 0
     return live * (kept + masks)
 
 
