@@ -234,6 +234,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "use_sliding_window is false"),
     ("qwen3_30b_a3b", {"use_sliding_window": True, "sliding_window": 9}, "max_window_layers=48"),
     ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "here the first blocks can be dense"),
+    ("qwen3_30b_a3b", {"mlp_only_layers": [48]}, "each a different one of 48 blocks"),
     ("qwen3_30b_a3b", {"mlp_only_layers": [3]}, "leave the blocks [3] without experts"),
     ("qwen3_30b_a3b", {"num_local_experts": 64}, "contradict each other"),
     ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
@@ -257,6 +258,25 @@ def test_what_the_decoder_does_not_compute_is_refused(name, keys, words):
     with pytest.raises(CheckpointError) as refused:
         read_config({**PUBLISHED[name], **keys})
     assert words in str(refused.value)
+
+
+JUNK: list[Any] = [
+    "x", "7", [], {}, [1], [None], {"a": 1}, -1, 0, True, 1.5, float("nan"), float("inf"), 10**12,
+    {"rope_type": ["x"]}, {"type": 3}, {"rope_type": "yarn", "factor": "a"},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": "x", "mscale": "z"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_value_of_any_key_ends_otherwise_than_by_a_model_or_a_refusal(name):
+    refused = 0
+    for key in [*PUBLISHED[name], "rope_parameters", "layer_types", "n_shared_experts"]:
+        for value in JUNK:
+            try:
+                assert isinstance(read_config({**PUBLISHED[name], key: value}), ModelConfig)
+            except CheckpointError:
+                refused += 1
+    assert refused > 200
 
 
 def test_every_reason_is_told_at_once():

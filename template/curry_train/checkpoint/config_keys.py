@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
 def _count(value: Any) -> int:
     """Return a size that other sizes follow from; 0 for what is told as no size elsewhere."""
-    return value if type(value) is int else 0
+    return value if type(value) is int and 0 < value < 10**6 else 0
 
 
 def _read_heads(keys: Keys, absent: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -189,10 +189,15 @@ def _rope_dictionary(keys: Keys) -> dict[str, Any]:
 
 def _check_temperature(keys: Keys, given: Any, values: Mapping[str, Any]) -> None:
     """Refuse an attention_factor other than that of the formula, which alone is computed."""
-    factor, wanted = values.get("rope_factor", 1.0), 1.0
-    if values["rope_type"] == "yarn" and isinstance(factor, int | float) and factor > 1:
-        root, of = 0.1 * math.log(factor), values.get("rope_mscale_all_dim") or 0.0
-        wanted = (root * (values.get("rope_mscale") or 1.0) + 1) / (root * of + 1)
+    names = ("rope_factor", "rope_mscale", "rope_mscale_all_dim")
+    told = [values[name] for name in names if isinstance(values.get(name), int | float)]
+    if len(told) != sum(name in values for name in names):
+        return  # what is no number is told elsewhere
+    factor, mscale, of = (values.get(name) or 0.0 for name in names)
+    wanted = 1.0
+    if values["rope_type"] == "yarn" and factor > 1:
+        root = 0.1 * math.log(factor)
+        wanted = (root * (mscale or 1.0) + 1) / (root * of + 1)
     if not isinstance(given, int | float) or not math.isclose(given, wanted, rel_tol=1e-6):
         told = f"rotary attention_factor={given}: the formula gives {wanted:.6g}, computed here"
         keys.problems.append(f"{told}; drop the key if that is meant")
@@ -294,7 +299,10 @@ def _write_layer_types(model: ModelConfig) -> dict[str, Any]:
 def _read_sparse_blocks(keys: Keys, absent: Mapping[str, Any], values: dict[str, Any]) -> None:
     layers = _count(values["num_hidden_layers"])
     step = keys.take("decoder_sparse_step", absent=1, kind=int) or 1
-    dense = {at for at in keys.take("mlp_only_layers", absent=[], kind=list) if at in range(layers)}
+    named = keys.take("mlp_only_layers", absent=[], kind=list)
+    dense = {at for at in named if type(at) is int and 0 <= at < layers}
+    if len(dense) != len(named):
+        keys.problems.append(f"mlp_only_layers={named}: each a different one of {layers} blocks")
     dense |= {at for at in range(layers) if (at + 1) % step}
     if dense != set(range(len(dense))):
         keys.problems.append(

@@ -207,7 +207,7 @@ def family_of(raw: Mapping[str, Any]) -> tuple[str, Family]:
     found = raw.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")
     ]
-    if isinstance(found, list) and len(found) == 1 and found[0] in FAMILIES:
+    if isinstance(found, list) and len(found) == 1 and str(found[0]) in FAMILIES:
         return found[0], FAMILIES[found[0]]
     raise CheckpointError(
         f"architectures={found or None}, model_type={raw.get('model_type')}: no architecture that"
