@@ -268,6 +268,7 @@ JUNK: list[Any] = [
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.sampled(3)
 def test_no_value_of_any_key_ends_otherwise_than_by_a_model_or_a_refusal(name):
     refused = 0
     for key in [*PUBLISHED[name], "rope_parameters", "layer_types", "n_shared_experts"]:

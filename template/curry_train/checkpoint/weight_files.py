@@ -223,8 +223,8 @@ def plan(
         raise CheckpointError(problems)
     raw, stored = read_json(folder / CONFIG), read_index(folder)
     extra = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
-    first = model.num_hidden_layers
-    more = tuple(f"model.layers.{at}." for at in range(first, first + int(extra)))
+    last = model.num_hidden_layers + (extra if type(extra) is int else 0)
+    more = tuple(f"model.layers.{at}." for at in range(model.num_hidden_layers, last))
     tied = model.tie_word_embeddings and HEAD not in shapes
 
     def ignored(key: str) -> bool:
