@@ -22,7 +22,12 @@ from weight_folders import MODELS, as_version_4, edit_config, save
 from curry_train.checkpoint import CheckpointError, dcp, huggingface, weight_files
 from curry_train.checkpoint.families import read_model
 from curry_train.checkpoint.storage import as_part
-from curry_train.checkpoint.training_state import begin, fill_tied, weight_tensors
+from curry_train.checkpoint.training_state import (
+    begin,
+    fill_tied,
+    load_for_inference,
+    weight_tensors,
+)
 from curry_train.compose import load_config
 from curry_train.config import Config, ConfigError, ParallelConfig
 from curry_train.models.protocol import build_model, named_state
@@ -467,6 +472,23 @@ def test_a_run_is_exported_with_a_tokenizer_that_transformers_reads(tmp_path):
     assert huggingface.verify(out, checkpoint) == []
     with pytest.raises(CheckpointError, match="exists, and nothing is overwritten"):
         huggingface.export(checkpoint, out)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp64", 1e-9)])
+def test_an_exported_run_gives_the_logits_of_the_run(precision, bound, tmp_path, monkeypatch):
+    checkpoint = trained(tmp_path, f"precision={precision}", "model.qk_norm=false")
+    out = huggingface.export(checkpoint, tmp_path / "out")
+    model, *_ = load_for_inference(checkpoint)
+    ids = torch.randint(0, 257, (2, 32))
+    with monkeypatch.context() as patched, torch.no_grad():
+        if precision == "fp64":
+            compute_in_float64(patched, model.config)
+        found = transformers.AutoModelForCausalLM.from_pretrained(
+            out, dtype="auto", attn_implementation="eager", experts_implementation="eager"
+        )
+        assert found.dtype == next(model.parameters()).dtype
+        gap = (model(ids).logits[..., :257] - found(ids).logits).abs().max()
+    assert gap < bound
 
 
 def test_what_no_architecture_expresses_is_not_exported(tmp_path):
