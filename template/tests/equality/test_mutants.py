@@ -17,6 +17,7 @@ import curry_train.parallel.data_parallel as data_parallel
 import curry_train.parallel.expert_parallel as expert_parallel
 import curry_train.parallel.grads as grads
 import curry_train.parallel.parallelize as parallelize
+import curry_train.parallel.tensor_parallel as tensor_parallel
 import curry_train.step as step
 from curry_train import equality
 from curry_train.checkpoint import CheckpointError, dcp
@@ -96,6 +97,11 @@ def balance_gradients_of_every_rank(patch):
     patch.setattr(routing, "sum_forward", collectives.sum_ranks)
 
 
+def norm_gradients_of_own_heads(patch):
+    """The mean square of a whole projection is summed over ranks, its gradient is not."""
+    patch.setattr(tensor_parallel, "sum_ranks", collectives.sum_forward)
+
+
 def softmax_of_own_columns(patch):
     def local_nll(logits, labels, group):
         first = group.rank() * logits.shape[1]
@@ -158,6 +164,9 @@ MUTANTS = {
     partial_gradients_over_tp: ("tp=2", "gradient", "model."),
     losses_of_every_tp_rank: ("tp=2", "loss", "of step 1"),
     balance_gradients_of_every_rank: ("tp=2", "gradient", ""),
+    norm_gradients_of_own_heads: (
+        "tp=2 model.qk_norm_width=projection", "gradient", ".self_attn.",
+    ),
     softmax_of_own_columns: ("tp=2", "gradient", ""),
     rows_are_not_handed_round: ("dp_shard=2 zero=1", "update", ""),
     division_by_own_tokens: ("dp_shard=2", "gradient", ""),
