@@ -385,6 +385,17 @@ def test_numbered_files_need_no_index(folders, copy):
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in named_state(ours(folder)))
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
+def test_experts_stacked_as_transformers_5_has_them_are_read_too(name, folders, tmp_path):
+    folder = save(name, tmp_path / "hf", save_original_format=False)
+    assert any(key.endswith(".mlp.experts.gate_up_proj") for key in tensors_of(folder))
+    wanted = dict(named_state(ours(folders(name))))
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in named_state(ours(folder)))
+    checkpoint = huggingface.import_weights(folder, tmp_path / "in")
+    assert huggingface.verify(folder, checkpoint) == []
+    assert huggingface.verify(folders(name), checkpoint) == []
+
+
 # Faults that must show.
 
 

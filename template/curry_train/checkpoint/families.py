@@ -50,7 +50,8 @@ class Family:
     model of it has. pieces: what is no plain key. only: keys that may have these values alone; the
     first is written. writes: keys that are written and not read. names: parts of our tensor names
     -> of those in files. experts: `each`, a key for every expert, `.experts.0.up_proj.weight`; or
-    `alternating` as gpt-oss, one [E, in, out] for all, columns of gate and up in turn.
+    `alternating` as gpt-oss, one [E, in, out] for all, columns of gate and up in turn. A folder can
+    also be `stacked`, as transformers 5 holds them in memory and writes them when told to.
     """
 
     model_type: str

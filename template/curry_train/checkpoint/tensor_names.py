@@ -13,7 +13,7 @@ class Source(NamedTuple):
 
     key, shape: of the tensor in the file. expert: the index in our first dimension, None: all of
     it. half: 0 or 1 takes every second of the last dimension, from there on. transposed: the last
-    two dimensions are swapped.
+    two dimensions are swapped. rows: 0 or 1 takes the first or the second half of the last but one.
     """
 
     key: str
@@ -21,6 +21,7 @@ class Source(NamedTuple):
     expert: int | None = None
     half: int | None = None
     transposed: bool = False
+    rows: int | None = None
 
 
 def sources(family: Family, name: str, shape: tuple[int, ...]) -> list[Source]:
@@ -41,6 +42,12 @@ def sources(family: Family, name: str, shape: tuple[int, ...]) -> list[Source]:
         ]
     matrix, _, kind = leaf.partition(".")
     half = {"gate_proj": 0, "up_proj": 1}.get(matrix)
+    if family.experts == "stacked":
+        count, *others = shape
+        if half is None:
+            return [Source(f"{bank}.experts.{matrix}", shape)]
+        sizes = (count, 2 * others[0], *others[1:])
+        return [Source(f"{bank}.experts.gate_up_proj", sizes, rows=half)]
     transposed = kind == "weight"
     sizes = (shape[0], shape[2], shape[1]) if transposed else shape
     if half is not None:

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ from curry_train.parallel.shards import Part
 INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STACKED = ".experts.gate_up_proj"
+"""A key that files have whose experts are stacked as in the memory of transformers 5."""
 LISTED = 8
 """Names of one kind of problem that are told; of the rest their number."""
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -222,6 +225,8 @@ def plan(
     if problems := differences(folder, described, model):
         raise CheckpointError(problems)
     raw, stored = read_json(folder / CONFIG), read_index(folder)
+    if family.experts == "each" and any(key.endswith(STACKED) for key in stored):
+        family = replace(family, names={}, experts="stacked")
     extra = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
     last = model.num_hidden_layers + (extra if type(extra) is int else 0)
     more = tuple(f"model.layers.{at}." for at in range(model.num_hidden_layers, last))
@@ -347,6 +352,9 @@ def _index(source: Source, mine: Box) -> tuple[slice, ...]:
     bounds = [*zip(mine.offset, mine.end, strict=True)]
     if source.transposed:
         bounds[-2:] = bounds[:-3:-1]
+    if source.rows:
+        first = source.shape[-2] // 2
+        bounds[-2] = (bounds[-2][0] + first, bounds[-2][1] + first)
     if source.half is not None:
         bounds[-1] = (2 * bounds[-1][0], 2 * bounds[-1][1])
     return tuple(slice(*bound) for bound in bounds)
@@ -381,7 +389,9 @@ def unequal(folder: Path, stored: Tensor, item: Found) -> str | None:
         fill_from(tensors, Part(again, stored.shape, (row, *(0 for _ in stored.shape[1:]))), item)
         pairs = [(mine, again)]
         if not item.packed:
-            raw = as_ours(tensors.get_tensor(source.key), source).reshape(mine.shape)
+            shape = tuple(mine.shape if source.expert is None else mine.shape[1:])
+            index = _index(source, Box((0,) * len(shape), shape))
+            raw = as_ours(tensors.get_slice(source.key)[index], source).reshape(mine.shape)
             pairs.append((mine.to(raw.dtype), raw))
         for ours, theirs in pairs:
             differ = (_bits(ours) != _bits(theirs)).nonzero()
