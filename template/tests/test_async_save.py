@@ -61,7 +61,10 @@ def test_what_changes_after_the_copy_does_not_reach_the_file(tmp_path, monkeypat
     gate, beside = Gate(monkeypatch), AsyncSave(Mesh.single(), 60.0)
     tensors = {**state(5), "part": Part(torch.arange(6.0).view(2, 3)[:, 1:], (2, 2), (0, 0))}
     rng = torch.get_rng_state()
-    start(beside, tmp_path, 5, tensors)
+    own = {"rng.torch": rng.clone(), "half": torch.full((2,), 3.0)}  # a name of both kinds
+    start(beside, tmp_path, 5, tensors, rank_tensors=own)
+    for tensor in own.values():
+        tensor.zero_()
     assert not list(tmp_path.iterdir()) and beside.busy
     for tensor in tensors.values():
         (tensor.tensor if isinstance(tensor, Part) else tensor).fill_(1)
@@ -72,7 +75,8 @@ def test_what_changes_after_the_copy_does_not_reach_the_file(tmp_path, monkeypat
     path = dcp.latest(tmp_path)
     wanted = {**state(5), "part": torch.tensor([[1.0, 2.0], [4.0, 5.0]])}
     assert_bitwise(load(path, wanted), wanted)
-    assert torch.equal(dcp.load_rank_tensors(path, 0)["rng.torch"], rng)
+    found = dcp.load_rank_tensors(path, 0)
+    assert torch.equal(found["rng.torch"], rng) and found["half"].tolist() == [3.0, 3.0]
 
 
 def test_buffers_are_allocated_once_and_hold_copies():
@@ -108,10 +112,10 @@ def test_an_error_beside_the_loop_is_raised_by_the_next_wait(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         beside.wait()
     assert len(caught.value.problems) == 2
-    assert "the checkpoint of step 1 was not saved: tensor w is on the meta" in str(caught.value)
+    assert "the save of step 1 failed: tensor w is on the meta" in str(caught.value)
     assert "lr is a float" in str(caught.value) and not list(tmp_path.iterdir())
     start(beside, tmp_path, 2, state(2), committed=lambda path, copied: 1 / 0)
-    with pytest.raises(CheckpointError, match="step 2 was not saved: ZeroDivisionError"):
+    with pytest.raises(CheckpointError, match="step 2 failed: ZeroDivisionError"):
         beside.wait()
     start(beside, tmp_path, 3, state(3))
     beside.wait()
@@ -190,14 +194,14 @@ def test_the_last_save_returns_when_it_stands_even_after_a_failed_one(tmp_path, 
 
     monkeypatch.setattr(dcp, "save", full)
     saver.save({}, last=False)
-    with pytest.raises(CheckpointError, match="step 1 was not saved: the disk is full"):
+    with pytest.raises(CheckpointError, match="step 1 failed: the disk is full"):
         saver.save({}, last=False)
     saver.save({}, last=False)
-    with pytest.raises(CheckpointError, match="step 1 was not saved: the disk is full"):
+    with pytest.raises(CheckpointError, match="step 1 failed: the disk is full"):
         saver.close()
     saver.save({}, last=False)
     train_step(trained)
-    with pytest.raises(CheckpointError, match="step 1 was not saved: the disk is full"):
+    with pytest.raises(CheckpointError, match="step 1 failed: the disk is full"):
         saver.save({}, last=True)
     assert dcp.latest(tmp_path / "checkpoints").name == "step-00000002"
     assert [name for name, _ in run.events][-2:] == ["ckpt_begin", "ckpt_commit"]

@@ -78,7 +78,7 @@ class AsyncSave:
     """
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
-        self._mesh, self._staging = mesh, Staging()
+        self._mesh, self._shared, self._own = mesh, Staging(), Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.step = 0
@@ -111,10 +111,8 @@ class AsyncSave:
         """
         if self._pending is not None:
             raise ValueError("a save is still pending; call wait() before the next start()")
-        staged = self._staging.copy({**tensors, **rank_tensors})
+        shared, own = self._shared.copy(tensors), self._own.copy(rank_tensors)
         copied = time.monotonic()
-        shared = {name: staged[name] for name in tensors}
-        own = {name: staged[name] for name in rank_tensors}
 
         def write() -> None:
             mesh = self._own_mesh
@@ -134,7 +132,7 @@ class AsyncSave:
             return 0.0
         begin, error = time.monotonic(), pending.exception()
         if agreed(int(error is not None), self._mesh):
-            head = f"the checkpoint of step {self.step} was not saved"
+            head = f"the save of step {self.step} failed"
             if isinstance(error, CheckpointError):
                 raise CheckpointError([f"{head}: {p}" for p in error.problems]) from error
             why = f"{type(error).__name__}: {error}" if error else "another rank failed"

@@ -103,6 +103,10 @@ def save(
         parts.update({name: as_part(tensor) for name, tensor in tensors.items()})
         return {name: claim(part, compare=False) for name, part in parts.items()}
 
+    temporary, plan = _plan(final, manifest, look, parts, mesh)
+    if temporary is None:
+        return final
+
     def write() -> list[dict[str, Any]]:
         held = {
             file: {key: parts[name].tensor for name, key in keys.items()}
@@ -119,13 +123,11 @@ def save(
         _commit(temporary, final, manifest)
         prune(final.parent, keep=keep, keep_every=keep_every, keep_best=keep_best, also=[final])
 
-    temporary, plan = _plan(final, manifest, look, parts, mesh)
-    if temporary is not None:
-        try:
-            through_rank_zero(mesh, write, end)
-        finally:
-            if mesh.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        through_rank_zero(mesh, write, end)
+    finally:
+        if mesh.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
