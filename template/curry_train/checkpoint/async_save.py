@@ -52,7 +52,7 @@ class Staging:
             part = as_part(tensor)
             source = part.tensor.detach()
             buffer = self._buffer(name, source)
-            buffer.copy_(source, non_blocking=True)
+            buffer.copy_(source, non_blocking=source.is_cuda)
             whole = buffer.shape == torch.Size(part.shape)
             staged[name] = buffer if whole else part._replace(tensor=buffer)
             if source.is_cuda:
