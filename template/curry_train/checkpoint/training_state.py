@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import random
 import tempfile
@@ -26,7 +25,7 @@ from curry_train.checkpoint.async_save import AsyncSave
 from curry_train.checkpoint.huggingface import is_hugging_face
 from curry_train.checkpoint.huggingface import load as load_files
 from curry_train.config import Config, config_hash, model_schema
-from curry_train.data.tokenizer import Tokenizer, load_tokenizer
+from curry_train.data.tokenizer import ByteTokenizer, Tokenizer, library_json, load_tokenizer
 from curry_train.launch import wait_limit
 from curry_train.models.protocol import build_model, named_state, saved_parts
 from curry_train.optim import materialise_state
@@ -281,10 +280,10 @@ def _load_hugging_face(runtime: Runtime, run: Run, folder: Path) -> None:
     """Take the weights of a folder of Hugging Face, and tell what was read and what looks wrong."""
     tensors, model = weight_tensors(runtime), runtime.config.model
     told = [f"weights of {folder}: {load_files(folder, tensors, model, runtime.mesh)}"]
-    tokenizer = folder / TOKENIZER
+    tokenizer, ours = folder / TOKENIZER, runtime.corpus.tokenizer
     if tokenizer.is_file():
-        content = tokenizer.read_text(encoding="utf-8", errors="replace")
-        if hashlib.sha256(content.encode()).hexdigest() != runtime.corpus.tokenizer.sha256:
+        same = {ours.text} | ({library_json()} if isinstance(ours, ByteTokenizer) else set())
+        if tokenizer.read_text(encoding="utf-8", errors="replace") not in same:
             told.append(
                 f"the data has another tokenizer than these weights; set data.tokenizer={tokenizer}"
             )
