@@ -206,13 +206,13 @@ def fake_hub():
 def test_released_inputs_come_from_the_hub_and_a_broken_download_continues(
     project, published, tmp_path
 ):
-    zstandard = pytest.importorskip("zstandard")
-    pytest.importorskip("pyarrow")
+    pyarrow = pytest.importorskip("pyarrow")
     lines = "".join(json.dumps({"text": f"Page {n}. " + "lorem ipsum " * 20}) + "\n"
                     for n in range(300))  # fmt: skip
     shard = tmp_path / "dclm" / SHARD
     shard.parent.mkdir(parents=True)
-    shard.write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
+    with pyarrow.output_stream(shard, compression="zstd") as file:
+        file.write(lines.encode())
     folders = {
         "owner/pairs": published,
         "datasets/mlfoundations/dclm-baseline-1.0": shard.parents[2],

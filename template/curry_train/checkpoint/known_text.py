@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,14 +94,14 @@ def documents(text: Path | None = None) -> Iterator[str]:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module,
+    model: Any,
     tokenizer: Tokenizer,
     *,
     text: Path | None = None,
     tokens: int = TOKENS,
     context: int = CONTEXT,
 ) -> Sanity:
-    """Read at most `tokens` tokens of a text with a whole model, in pieces of `context`.
+    """Read at most `tokens` tokens of a text with a whole module, in pieces of `context`.
 
     Raises: CheckpointError when the tokenizer makes ids that the model has no row for.
     """
@@ -129,7 +129,7 @@ def measure(
     return Sanity(verdict, reason, bpb=loss / math.log(2) / size, tokens=count, **found)
 
 
-def _sums(model: nn.Module, ids: Tensor, context: int) -> tuple[float, float]:
+def _sums(model: Any, ids: Tensor, context: int) -> tuple[float, float]:
     """Return the negative log likelihood of ids[1:] and the entropy of its predictions, summed."""
     device, loss, entropy = next(model.parameters()).device, 0.0, 0.0
     for begin in range(0, len(ids) - 1, context):
