@@ -294,6 +294,7 @@ def test_chunks_outside_the_tensor_or_in_unlisted_files_are_refused(tmp_path):
         ({"offset": [0, 0]}, "do not fit shape [7]"),
         ({"file": "/etc/hostname"}, "none of the listed files"),
         ({"key": 3}, "chunk 3 of file"),
+        ({"key": "transposed"}, "key 'transposed', that of this place is 'model.norm.weight'"),
         ({"offset": None}, "chunk offset None"),
     ]:
         tensors["model.norm.weight"]["chunks"] = [{**chunk, **change}]
@@ -304,11 +305,29 @@ def test_chunks_outside_the_tensor_or_in_unlisted_files_are_refused(tmp_path):
 
 def test_a_key_that_holds_another_shape_than_the_manifest_is_refused(tmp_path):
     path = save(tmp_path, 1)
-    tensors = dcp.read_manifest(path)["tensors"]
-    tensors["half"]["chunks"][0]["key"] = "transposed"
-    edit_manifest(path, tensors=tensors)
+    file = path / "tensors-00000.safetensors"
+    file.unlink()
+    entry = storage.write_safetensors(file, {**state(1), "half": torch.zeros(3, 5)})
+    files = [entry if e["name"] == file.name else e for e in dcp.read_manifest(path)["files"]]
+    edit_manifest(path, files=files)
     message = problems_of(load, path)
-    assert "tensors-00000.safetensors key transposed is F32 [3, 5]" in message
+    assert "tensors-00000.safetensors key half is F32 [3, 5]" in message
+
+
+def test_parts_whose_places_were_exchanged_are_refused(tmp_path):
+    path = save(tmp_path, 1)
+    tensors = dcp.read_manifest(path)["tensors"]
+    (chunk,) = tensors["half"]["chunks"]
+    parts = [{**chunk, "offset": [at, 0], "shape": [n, 3]} for at, n in ((0, 2), (2, 3))]
+    for exchanged in (False, True):
+        for part, at in zip(parts, (2, 0) if exchanged else (0, 2), strict=True):
+            part["key"] = f"half@{at},0"
+        tensors["half"]["chunks"] = parts
+        edit_manifest(path, tensors=tensors)
+        if not exchanged:
+            assert dcp.read_manifest(path)["tensors"] == tensors
+    message = problems_of(dcp.read_manifest, path)
+    assert "half: chunk at [0, 0] has key 'half@2,0', that of this place is 'half@0,0'" in message
 
 
 @pytest.mark.parametrize(

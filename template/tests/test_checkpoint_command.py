@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import edit_manifest, load, meta, problems_of, save
 from test_reshard import on_ranks, save_layout, whole
 
-from curry_train.checkpoint import contents, dcp, read_manifest, storage
+from curry_train.checkpoint import contents, dcp, read_manifest, storage, tables
 from curry_train.checkpoint.__main__ import main
-from curry_train.checkpoint.audit import audit
+from curry_train.checkpoint.audit import audit, stored_bytes
 from curry_train.checkpoint.boxes import Box, cover_problem
 from curry_train.checkpoint.huggingface import is_hugging_face
 from curry_train.config import Config, ModelConfig
@@ -81,6 +81,40 @@ def test_help_list_and_verify_import_no_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     for verb in ("list", "verify", "inspect", "diff", "convert", "prune"):
         assert f"\n    {verb} " in done.stdout
+
+
+LONG = "optim.exp_avg_sq.model.layers.11.mlp.shared_expert.experts.up_proj.weight"
+
+
+@pytest.mark.parametrize(("columns", "shown"), [
+    (None, LONG),
+    (200, LONG),
+    (84, "optim.exp_avg_sq.model.laye..11.mlp.shared_expert.experts.up_proj.weight"),
+    (40, "opti..11..experts.up_proj.weight"),
+])  # fmt: skip
+def test_only_a_terminal_cuts_names_and_never_the_number_of_a_layer(columns, shown, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: columns is not None, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns or 40))
+    head, row = tables.table(("tensor", "shape"), [(LONG, "4x176x1000")])
+    assert row.split() == [shown, "4x176x1000"] and len(row) <= max(columns or 100, 44)
+    (short,) = tables.table(("mesh",), [])
+    assert short == "mesh" and tables._shorten("a" * 40, 24) == "a" * 11 + ".." + "a" * 11
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_progress_of_short_work_says_nothing_and_an_error_starts_a_line(live, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: live, raising=False)
+    with tables.Meter("read", 2_000_000) as meter:
+        meter(1_000_000)
+        assert capsys.readouterr().err == ""
+        meter.next = 0.0
+        meter(500_000)
+        told = capsys.readouterr().err
+        assert told.strip("\r\n\033[K") == "read: 1.5 MB of 2 MB" and told.endswith("\n") != live
+        meter.next = 0.0
+        meter(700_000)
+        assert " of " not in capsys.readouterr().err  # more than was foreseen
+    assert capsys.readouterr().err == ("\r\033[K" if live else "")
 
 
 # list
@@ -211,7 +245,7 @@ FAULTS = {
     "dropped moment": (no_moment, [f"tensor optim.exp_avg_sq.{NORM} is missing",
                                    f"key optim.exp_avg_sq.{NORM} is in no tensor"]),
     "expert count": (few_experts, [f"tensor {EXPERTS} has shape [4, 6, 3], but model.num_experts"]),
-    "one key twice": (twice, [f"key optim.exp_avg.{NORM} is read as a part of"]),
+    "one key twice": (twice, [f"key tensors, {NORM}: chunk at [0] has key"]),
     "hole": (hole, [f"key tensors, {NORM}: boxes hold 5 of its 7 elements"]),
     "another step": (moved, ["key step is 1, the folder's another", "marker is not in the"]),
     "stray file": (stray, ["tensors-00007.safetensors is not in the manifest"]),
@@ -245,6 +279,42 @@ def test_verify_tells_all_problems_of_all_checkpoints(run, capsys):
     assert code == 1 and [len(problems) for problems in found.values()] == [3, 0, 1, 0]
     assert main(["verify", str(run)]) == 1
     assert "verify: 2 of 4 damaged" in capsys.readouterr().out
+
+
+def test_folders_that_a_run_renames_or_prunes_meanwhile_are_no_damage(run, capsys, monkeypatch):
+    root = run / "checkpoints"
+    shutil.rmtree(root / "step-00000045")
+
+    def vanish(path: Path) -> None:
+        if path.name == "step-00000010" or path.name.endswith(".tmp-a1b2c3"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def late(real: Any) -> Any:
+        return lambda path, *more: (vanish(path), real(path, *more))[1]
+
+    monkeypatch.setattr("curry_train.checkpoint.views.stored_bytes", late(stored_bytes))
+    monkeypatch.setattr("curry_train.checkpoint.__main__.audit", late(audit))
+    code, data = ask(capsys, "list", run)
+    assert code == 0 and [row["step"] for row in data["checkpoints"]] == [20, 30, 40]
+    store(root, 10)
+    code, data = ask(capsys, "verify", run)
+    assert code == 0 and len(data["checkpoints"]) == 3
+    assert main(["verify", str(store(root, 10))]) == 2
+    assert "removed meanwhile" in capsys.readouterr().err
+
+
+def test_the_folder_one_stands_in_has_a_name(run, capsys, monkeypatch):
+    monkeypatch.chdir(run / "checkpoints" / "step-00000040")
+    for path, steps in ((".", [40]), ("..", [10, 20, 30, 40, 45, 50])):
+        code, data = ask(capsys, "list", path)
+        assert code == 0 and [row["step"] for row in data["checkpoints"]] == steps
+        assert data["checkpoints"][steps.index(40)]["latest"]
+    assert data["rules"] == {"keep": 2, "keep_every": 0, "keep_best": 1}
+
+
+def test_a_refusal_is_json_too(tmp_path, capsys):
+    code, data = ask(capsys, "list", tmp_path / "none")
+    assert code == 2 and data["verdict"] == "refused" and "is no folder" in data["problems"][0]
 
 
 def test_values_names_tensors_that_are_not_finite(tmp_path, capsys):

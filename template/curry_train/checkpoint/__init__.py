@@ -126,7 +126,7 @@ def manifest_problems(manifest: Any) -> Iterator[str]:
     names = {entry["name"] for entry in manifest["files"]}
     for name, entry in manifest["tensors"].items():
         try:
-            problem = _tensor_problem(entry, names)
+            problem = _tensor_problem(name, entry, names)
         except (KeyError, TypeError):
             problem = "expected dtype, shape and chunks of offset, shape, file and key"
         if problem:
@@ -144,7 +144,7 @@ def is_file_entry(entry: Any) -> bool:
     )
 
 
-def _tensor_problem(entry: dict[str, Any], files: set[str]) -> str | None:
+def _tensor_problem(name: str, entry: dict[str, Any], files: set[str]) -> str | None:
     """Say what is wrong with one tensor of a manifest; KeyError or TypeError: its structure."""
     dtype, shape, boxes = entry["dtype"], entry["shape"], []
     if dtype not in DTYPES:
@@ -162,8 +162,19 @@ def _tensor_problem(entry: dict[str, Any], files: set[str]) -> str | None:
             return f"chunk {chunk['key']!r} of file {chunk['file']!r} is none of the listed files"
     if not boxes:
         return f"no chunks hold shape {shape}"
-    problem = cover_problem(shape, boxes)
-    return problem and f"{problem} (shape {shape})"
+    if problem := cover_problem(shape, boxes):
+        return f"{problem} (shape {shape})"
+    for chunk in entry["chunks"]:
+        own = chunk_key(name, shape, chunk["offset"], chunk["shape"])
+        if chunk["key"] != own:  # another tensor's values, or another part's
+            at, key = chunk["offset"], chunk["key"]
+            return f"chunk at {at} has key {key!r}, that of this place is {own!r}"
+    return None
+
+
+def chunk_key(name: str, shape: list[int], offset: list[int], size: list[int]) -> str:
+    """Name a chunk in its file after its place: no other tensor and no other part has this key."""
+    return name if size == shape else f"{name}@{','.join(map(str, offset))}"
 
 
 def _is_count(value: Any) -> bool:

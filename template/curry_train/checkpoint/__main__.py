@@ -30,6 +30,7 @@ from curry_train.checkpoint.views import (
     rules_of,
 )
 from curry_train.config import ConfigError
+from curry_train.tracking.progress import tell
 
 BAD_INPUT = 2
 EPILOG = """PATH is a run folder, its checkpoints/ folder or one checkpoint.
@@ -44,22 +45,38 @@ def verify(args: argparse.Namespace) -> Answer:
     if not folders:
         raise CheckpointError(f"{place.root} holds no checkpoint to verify; {ALLOWED}")
     began, rows, lines = time.monotonic(), [], []
-    meter = Meter("verify", sum(map(stored_bytes, folders)) * (2 if args.values else 1))
-    for folder in folders:
-        problems = audit(folder, meter)
-        if args.values and not problems:
-            problems = _nonfinite(folder, meter)
+    total = sum(map(stored_bytes, folders)) * (2 if args.values else 1)
+    with Meter("verify", total) as meter:
+        audits = [(folder, _audited(folder, meter, args.values)) for folder in folders]
+    for folder, problems in audits:
+        if problems is None:
+            lines.append(f"{folder}: its run has removed it meanwhile")
+            continue
         size = stored_bytes(folder)
         rows.append({"path": str(folder), "bytes": size, "problems": problems})
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         verdict = f"DAMAGED, {count}" if problems else "whole"
         lines.append(f"{folder}: {verdict}, {size_words(size)}")
         lines += (f"  {problem}" for problem in problems)
-    meter.close()
+    if not rows:
+        raise CheckpointError(f"{place.root}: all checkpoints were removed meanwhile; ask again")
     seconds, wrong = time.monotonic() - began, sum(bool(row["problems"]) for row in rows)
     lines.append(f"verify: {wrong} of {len(rows)} damaged, {seconds:.1f} s")
     data = {"verdict": "fail" if wrong else "pass", "checkpoints": rows, "seconds": seconds}
     return Answer(FINDING if wrong else DONE, data, lines)
+
+
+def _audited(folder: Path, meter: Meter, values: bool) -> list[str] | None:
+    """Return every problem of a checkpoint; None when a run that goes on has pruned it."""
+    try:
+        problems = audit(folder, meter)
+        if values and not problems:
+            problems = _nonfinite(folder, meter)
+    except (CheckpointError, OSError):
+        if folder.is_dir():
+            raise
+        return None
+    return problems if folder.is_dir() else None
 
 
 def _nonfinite(checkpoint: Path, meter: Meter) -> list[str]:
@@ -85,20 +102,18 @@ def convert(args: argparse.Namespace) -> Answer:
         return _import(args)
     source = one(args.path)
     total = sum(map(bytes_of, read_manifest(source)["tensors"].values()))
-    meter = Meter("convert", stored_bytes(source) + total)
-    problems = audit(source, meter)
-    if problems:
-        lines = [*problems, f"{source} is damaged; nothing was written"]
-        return Answer(FINDING, {"verdict": "fail", "path": None, "problems": problems}, lines)
-    if args.to == "huggingface":
-        shards = {} if limit is None else {"max_shard_bytes": limit}
-        export(source, out, dtype=args.dtype or "auto", told=meter, **shards)
-    else:
-        from curry_train.checkpoint.convert import convert as rewrite
+    with Meter("convert", stored_bytes(source) + total) as meter:
+        if problems := audit(source, meter):
+            lines = [*problems, f"{source} is damaged; nothing was written"]
+            return Answer(FINDING, {"verdict": "fail", "path": None, "problems": problems}, lines)
+        if args.to == "huggingface":
+            shards = {} if limit is None else {"max_shard_bytes": limit}
+            export(source, out, dtype=args.dtype or "auto", told=meter, **shards)
+        else:
+            from curry_train.checkpoint.convert import convert as rewrite
 
-        only = args.weights_only
-        rewrite(source, out, weights_only=only, dtype=args.dtype, limit=limit, told=meter)
-    meter.close()
+            only = args.weights_only
+            rewrite(source, out, weights_only=only, dtype=args.dtype, limit=limit, told=meter)
     return _written(out)
 
 
@@ -170,10 +185,8 @@ def _newest_problems(root: Path) -> list[str]:
     newest = latest(root)
     if newest is None:
         return []
-    meter = Meter("verify", stored_bytes(newest))
-    problems = audit(newest, meter)
-    meter.close()
-    return problems
+    with Meter("verify", stored_bytes(newest)) as meter:
+        return audit(newest, meter)
 
 
 def _pruned(
@@ -295,16 +308,23 @@ def main(argv: list[str] | None = None) -> int:
     except CheckpointError as error:
         # A folder with a manifest is a checkpoint: what is wrong with it is a finding.
         damaged = args.verb in ("inspect", "diff", "convert") and _is_damaged(args)
-        print(error, file=sys.stderr)
-        return FINDING if damaged else BAD_INPUT
+        return _refuse(args, error, FINDING if damaged else BAD_INPUT)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+        return _refuse(args, error, BAD_INPUT)
     if args.json:
-        print(json.dumps(_plain({"verb": args.verb, **answer.data}), allow_nan=False))
+        tell(json.dumps(_plain({"verb": args.verb, **answer.data}), allow_nan=False))
     else:
-        print("\n".join(answer.lines))
+        tell("\n".join(answer.lines))
     return answer.code
+
+
+def _refuse(args: argparse.Namespace, error: CheckpointError | ConfigError, code: int) -> int:
+    """Say why there is no answer, and with --json say it as JSON too."""
+    if args.json:
+        verdict = "fail" if code == FINDING else "refused"
+        tell(json.dumps({"verb": args.verb, "verdict": verdict, "problems": error.problems}))
+    tell(str(error), sys.stderr)
+    return code
 
 
 def _is_damaged(args: argparse.Namespace) -> bool:

@@ -20,6 +20,7 @@ import torch
 from curry_train.checkpoint import (
     MANIFEST,
     CheckpointError,
+    chunk_key,
     manifest_problems,
     manifest_sha256,
     read_manifest,
@@ -96,12 +97,10 @@ def _place(tensors: dict[str, Any], limit: int | None) -> dict[str, dict[str, tu
                 files[f"tensors-{len(files):05d}{SUFFIX}"], held = {}, 0
             held += size
             file = list(files)[-1]
-            offset = [*box.offset]
-            key = name if box == whole else f"{name}@{','.join(map(str, offset))}"
+            offset, sizes = [*box.offset], [*box.size]
+            key = chunk_key(name, entry["shape"], offset, sizes)
             files[file][key] = name, box
-            entry["chunks"].append(
-                {"offset": offset, "shape": [*box.size], "file": file, "key": key}
-            )
+            entry["chunks"].append({"offset": offset, "shape": sizes, "file": file, "key": key})
     return files
 
 

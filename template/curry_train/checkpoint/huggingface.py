@@ -207,9 +207,8 @@ def _import(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from curry_train.checkpoint import exchange
 
     size = parameter_counts(model)[0] * (8 if args.precision == "fp64" else 4)
-    meter = Meter("import", size)
-    path, report = exchange.import_weights(folder, args.out, args.precision, meter)
-    meter.close()
+    with Meter("import", size) as meter:
+        path, report = exchange.import_weights(folder, args.out, args.precision, meter)
     data: dict[str, Any] = {"path": str(path), "architecture": report.architecture}
     data |= {"tensors": report.tensors, "dtypes": report.dtypes, "notes": report.notes}
     lines = [str(report), f"wrote {path}, {size_words(_size(path))}"]
@@ -238,9 +237,8 @@ def _sanity(checkpoint: Path) -> dict[str, Any]:
 
 def _export(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     checkpoint = _checkpoint(args.checkpoint)
-    meter = Meter("export", sum(_weights_in(checkpoint).values()))
-    path = export(checkpoint, args.out, args.dtype, args.max_shard_size, meter)
-    meter.close()
+    with Meter("export", sum(_weights_in(checkpoint).values())) as meter:
+        path = export(checkpoint, args.out, args.dtype, args.max_shard_size, meter)
     files = sorted(file.name for file in path.iterdir())
     lines = [f"wrote {path}, {size_words(_size(path))}: {', '.join(files)}"]
     return DONE, {"path": str(path), "files": files}, lines
@@ -249,9 +247,8 @@ def _export(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 def _verify(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     folder, checkpoint = _weights(args.weights), _checkpoint(args.checkpoint)
     weights = _weights_in(checkpoint)
-    meter = Meter("verify", sum(weights.values()))
-    problems = verify(folder, checkpoint, meter)
-    meter.close()
+    with Meter("verify", sum(weights.values())) as meter:
+        problems = verify(folder, checkpoint, meter)
     count = len(weights)
     end = f"{len(problems)} problems" if problems else f"{count} tensors are equal, bit by bit"
     data = {"problems": problems, "tensors": count}

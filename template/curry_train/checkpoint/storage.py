@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from curry_train.checkpoint import DTYPES, CheckpointError, file_problem
+from curry_train.checkpoint import DTYPES, CheckpointError, chunk_key, file_problem
 from curry_train.checkpoint.boxes import Box, cover_problem
 from curry_train.parallel.shards import Part
 
@@ -132,7 +132,7 @@ def plan_save(
     for rank, boxes in enumerate(written):
         for name, found, file in _into_files(rank, boxes):
             offset, size, shape = [*found.box.offset], [*found.box.size], [*found.shape]
-            key = name if size == shape else f"{name}@{','.join(map(str, offset))}"
+            key = chunk_key(name, shape, offset, size)
             files[rank].setdefault(file, {})[name] = key
             entry = tensors.setdefault(name, {"dtype": found.dtype, "shape": shape, "chunks": []})
             chunk = {"offset": offset, "shape": size, "file": file, "key": key}
@@ -224,7 +224,7 @@ def _room(path: Path) -> str:
     left = shutil.disk_usage(there).free / 1e6
     return (
         f"{left:.0f} MB are left on its disk: free space by removing older checkpoints or runs, or "
-        "lower run.keep"
+        "keep fewer (run.keep)"
     )
 
 
@@ -295,7 +295,7 @@ def write_files(folder: Path, held: Mapping[str, Mapping[str, Tensor]]) -> list[
     return entries
 
 
-def _check_written(folder: Path, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _check_written(folder: Path, entry: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Read size and header of a file again before the checkpoint is named.
 
     tensors: what the manifest will say is in it, under its keys. Raises: CheckpointError.

@@ -1,9 +1,10 @@
-"""Words and columns for people: sizes, ages, tables that fit 100 columns, progress."""
+"""Words and columns for people: sizes, ages, tables that fit a terminal, progress."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 import threading
 import time
@@ -11,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-WIDTH = 100
+LEAST = 32
+"""Columns that a shortened cell keeps, however narrow a terminal is."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
@@ -56,14 +58,15 @@ def number(value: float | None) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], *, give: int = 0) -> list[str]:
-    """Return lines of aligned columns, at most WIDTH wide; column `give` is shortened for that.
+    """Return lines of aligned columns; on a terminal column `give` is shortened to fit it.
 
-    Numbers stand to the right. What is shortened keeps both of its ends.
+    Numbers stand to the right. What is shortened keeps both of its ends and the number of a layer.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    room = WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[give]
-    widths[give] = max(min(widths[give], room), 8)
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - sum(widths) - 2 * (len(widths) - 1)
+        widths[give] = min(widths[give], max(widths[give] + room, LEAST))
     right = [
         bool(cells) and all(row[at][:1] in "-0123456789.in" for row in cells)
         for at in range(len(heads))
@@ -82,17 +85,26 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], *, give: int = 0)
 def _shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
-    head = (width - 2) // 2
-    return f"{text[:head]}..{text[len(text) - (width - 2 - head) :]}"
+    layer = re.search(r"(?<=\.)\d+\.", text)
+    end = text[layer.start() :] if layer else text
+    head = width - 2 - len(end)
+    if head >= 8:
+        return f"{text[:head]}..{end}"
+    middle = f"..{layer[0]}." if layer else ".."
+    begin = text[: 4 if layer else (width - 2) // 2] + middle
+    return begin + text[len(begin) - width :]
 
 
 class Meter:
-    """Tells on stderr how much of long work is done; silent in the first two seconds."""
+    """Tells on stderr how much of long work is done: live on a terminal, else every ten seconds.
+
+    A context manager: whatever comes after it starts on a clean line.
+    """
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done = what, total, 0
-        self.live = sys.stderr.isatty()
-        self.next = time.monotonic() + 2.0
+        self.live, self.shown = sys.stderr.isatty(), False
+        self.next = time.monotonic() + (2.0 if self.live else 10.0)
         self.lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
@@ -102,11 +114,18 @@ class Meter:
             if time.monotonic() < self.next:
                 return
             self.next = time.monotonic() + (0.2 if self.live else 10.0)
-            text = f"{self.what}: {size_words(self.done)} of {size_words(self.total)}"
-            begin, end = ("\r", "  ") if self.live else ("", "\n")
-            print(f"{begin}{text}", end=end, file=sys.stderr, flush=True)
+            of = f" of {size_words(self.total)}" if self.done <= self.total else ""
+            begin, end = ("\r\033[K", "") if self.live else ("", "\n")
+            print(
+                f"{begin}{self.what}: {size_words(self.done)}{of}",
+                end=end, file=sys.stderr, flush=True,
+            )  # fmt: skip
+            self.shown = self.live
 
-    def close(self) -> None:
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Take the live line away."""
-        if self.live and self.done:
+        if self.shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,8 @@ def locate(path: Path) -> Place:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; {ALLOWED}")
+    if path.name in ("", ".."):  # the folder that one stands in tells by its name what it is
+        path = path.resolve()
     if (path / MANIFEST).is_file() or FOLDER.fullmatch(path.name):
         return Place(path.parent, path.absolute().parents[1], [path], True)
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -127,14 +130,19 @@ def rules_of(args: argparse.Namespace, run: Path) -> tuple[dict[str, int], str]:
 def list_checkpoints(args: argparse.Namespace) -> Answer:
     """Show one row a folder, oldest first."""
     place = locate(args.path)
-    rows = [describe(folder) for folder in place.folders]
-    complete = [f for f, row in zip(place.folders, rows, strict=True) if row["state"] == "complete"]
+    described = {}
+    for folder in place.folders:
+        with suppress(FileNotFoundError):  # a run that goes on has renamed or pruned it
+            row = describe(folder)
+            described |= {folder: row} if folder.is_dir() else {}
+    rows = [*described.values()]
+    complete = [folder for folder, row in described.items() if row["state"] == "complete"]
     rules, whose = ({}, "") if place.single else rules_of(args, place.run)
     stay = kept(complete, **rules) if rules else set()
     best = min((row for row in rows if row[SCORE] is not None), key=_by_score, default=None)
     newest = latest(place.root)
     cells = []
-    for folder, row in zip(place.folders, rows, strict=True):
+    for folder, row in described.items():
         row |= {"latest": newest is not None and folder.name == newest.name, "best": row is best}
         row["stays"] = folder in stay if rules and row["state"] == "complete" else None
         notes = [word for word in ("latest", "best") if row[word]]
@@ -172,10 +180,9 @@ def inspect(args: argparse.Namespace) -> Answer:
     if args.stats:
         from curry_train.checkpoint.contents import statistics
 
-        meter = Meter("inspect", sum(row["bytes"] for row in rows))
-        found = statistics(checkpoint, saved, [row["name"] for row in rows], meter)
-        rows = [row | stats._asdict() for row, stats in zip(rows, found, strict=True)]
-        meter.close()
+        with Meter("inspect", sum(row["bytes"] for row in rows)) as meter:
+            found = statistics(checkpoint, saved, [row["name"] for row in rows], meter)
+            rows = [row | stats._asdict() for row, stats in zip(rows, found, strict=True)]
     totals = {kind: _total(saved, kind == "moments") for kind in ("weights", "moments")}
     fields = {key: value for key, value in manifest.items() if key != "tensors"}
     data = {"path": str(checkpoint), **fields, "totals": totals, "tensors": rows}
@@ -288,9 +295,9 @@ def _values(
 ) -> list[dict[str, Any]]:
     from curry_train.checkpoint.contents import differences
 
-    meter = Meter("diff", sum(bytes_of(of[name]) for of in (ours, theirs) for name in names))
-    found = differences((paths[0], ours), (paths[1], theirs), names, meter)
-    meter.close()
+    size = sum(bytes_of(of[name]) for of in (ours, theirs) for name in names)
+    with Meter("diff", size) as meter:
+        found = differences((paths[0], ours), (paths[1], theirs), names, meter)
     return [one._asdict() for one in found]
 
 
