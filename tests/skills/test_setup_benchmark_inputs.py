@@ -140,9 +140,9 @@ def test_damage_is_named_and_repaired_without_touching_other_files(prepared, pro
     assert not list(project.glob("workspace/**/.*new*"))
 
 
-def test_a_killed_call_is_continued_and_two_calls_at_once_agree(project, tmp_path):
+def test_a_killed_call_is_continued_and_two_calls_at_once_agree(prepared, project, tmp_path):
     model, root = "tiny_dense", project / "workspace"
-    words = ["prepare", "--model", model, "--project", project]
+    words = ["prepare", "--model", model, "--project", project, "--json"]
     for kill in range(KILLS):
         files = [tmp_path / f"{kill}-{name}" for name in ("out", "err")]
         process = processes.start(SCRIPT, *words, cwd=project, output=files, HF_HUB_OFFLINE="1")
@@ -164,8 +164,9 @@ def test_a_killed_call_is_continued_and_two_calls_at_once_agree(project, tmp_pat
     for process in both:
         process.join(120)
     assert [process.exitcode for process in both] == [0, 0]
-    told = [(tmp_path / f"both-{number}-err").read_text() for number in range(2)]
-    assert sum("read text" in text for text in told) == 1, "one works, the other finds it done"
+    reports = [json.loads((tmp_path / f"both-{number}-out").read_text()) for number in range(2)]
+    made = [report["numbers"]["made"] for report in reports]
+    assert sum("corpus" in parts for parts in made) == 1, "one works, the other finds it done"
     report, _ = call(project, "status", model)
     assert report["numbers"]["corpus"]["ready"] and not list(root.glob("**/.*new*"))
 
