@@ -232,6 +232,8 @@ def make_corpus(call: cli.Invocation, choice: sources.Choice, checkpoint: Part, 
     new = part.folder.with_name(f".{part.folder.name}.new")
     sources.write_corpus(choice, str(own) if own.is_file() else "byte", new)
     install(new, part, choice.origin, choice.source, model=call.args.model)
+    shutil.rmtree(new.with_name(f".{new.name}.partial"), ignore_errors=True)  # of a killed call
+    new.with_name(f".{new.name}.lock").unlink(missing_ok=True)
 
 
 def tell(call: cli.Invocation, report: Report, config: Any, checkpoint: Part, corpus: Part) -> None:
