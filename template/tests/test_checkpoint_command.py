@@ -437,6 +437,16 @@ def test_diff_tells_fields_names_kinds_bits_and_the_worst_first(tmp_path, capsys
     assert second_worst["name"] == EXPERTS and second_worst["largest"] == pytest.approx(1e-3, 1e-3)
 
 
+def test_a_setting_younger_than_one_checkpoint_is_a_difference_unless_it_is_the_default(
+    tmp_path, capsys
+):
+    first = store(tmp_path / "old")
+    for value, verdict in ((None, "same"), (1.0, "different")):
+        model = {"architecture": "decoder", "num_experts": 4, "clip_qkv": value}
+        second = store(tmp_path / verdict, 1, model=model)
+        assert ask(capsys, "diff", first, second)[1]["verdict"] == verdict
+
+
 def test_one_bit_is_a_difference_and_equal_nans_are_none(tmp_path, capsys):
     here, there = training_state(), training_state()
     here[NORM][:2], there[NORM][:2] = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan])

@@ -740,6 +740,19 @@ def test_tracking_and_manifests_import_no_torch():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True)
 
 
+def test_a_setting_younger_than_a_checkpoint_has_its_default_there(tmp_path):
+    config = setup(tmp_path)
+    path = save(start(config), config, 5)
+    manifest = dcp.read_manifest(path)
+    del manifest["model"]["clip_qkv"], manifest["sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(path)))
+    assert find_resume(config, DATA).checkpoint == path
+    model = dataclasses.replace(config.model, clip_qkv=1.0)
+    message = refusal(find_resume, dataclasses.replace(config, model=model), DATA)
+    assert "the checkpoint has model.clip_qkv=None, this run has 1.0" in message
+
+
 def test_the_answer_of_find_resume_can_be_handed_to_open(tmp_path):
     folder = tmp_path / "chosen"
     run = start(setup(tmp_path), resume=Resume(folder=folder, message="chosen before"))

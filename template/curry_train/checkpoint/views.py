@@ -25,7 +25,7 @@ from curry_train.checkpoint import (
 from curry_train.checkpoint.audit import stored_bytes
 from curry_train.checkpoint.retention import SCORE, kept, score
 from curry_train.checkpoint.tables import Meter, mesh_words, number, saved_at, size_words, table
-from curry_train.tracking.resume import changed_keys, read_config
+from curry_train.tracking.resume import changed_keys, read_config, whole_model
 
 DONE, FINDING = 0, 1
 FOLDER = re.compile(r"step-(\d{8,})(\.tmp-\w+|\.incomplete-\w+)?")
@@ -281,6 +281,7 @@ def diff(args: argparse.Namespace) -> Answer:
 def _fields(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what a manifest says beside its tensors, and hashes of files that hold none."""
     fields = {k: v for k, v in manifest.items() if k not in ("files", "tensors", "sha256")}
+    fields["model"] = whole_model(manifest["model"])
     others = [e for e in manifest["files"] if not e["name"].startswith("tensors-")]
     return fields | {f"file {entry['name']}": entry["sha256"][:16] for entry in others}
 

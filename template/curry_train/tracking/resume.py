@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from curry_train.checkpoint import (
     read_manifest,
     weights_only,
 )
-from curry_train.config import Config, ConfigError, to_dict
+from curry_train.config import Config, ConfigError, model_schema, to_dict
 from curry_train.tracking.journal import read_journal
 from curry_train.tracking.lease import live_writer
 
@@ -194,6 +194,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
+def whole_model(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model of a manifest with the defaults of settings that are younger than it."""
+    try:
+        known = fields(model_schema(saved["architecture"]))
+    except (KeyError, TypeError):  # of a model that this project lacks
+        return dict(saved)
+    return {field.name: field.default for field in known} | dict(saved)
+
+
 def _refuse_misfits(config: Config, data_hash: str, checkpoint: Path) -> None:
     """Raise ConfigError with every way in which the checkpoint cannot be continued exactly."""
     try:
@@ -214,9 +223,9 @@ def _refuse_misfits(config: Config, data_hash: str, checkpoint: Path) -> None:
     if ("float64" in kinds) != (config.precision == "fp64"):
         here["precision"] = config.precision
         there["precision"] = "fp64" if "float64" in kinds else "fp32, bf16 or fp16"
-    model = to_dict(config)["model"]
-    here |= {f"model.{key}": model.get(key) for key in saved["model"]}
-    there |= {f"model.{key}": value for key, value in saved["model"].items()}
+    model, saved_model = to_dict(config)["model"], whole_model(saved["model"])
+    here |= {f"model.{key}": model.get(key) for key in saved_model}
+    there |= {f"model.{key}": value for key, value in saved_model.items()}
     problems = [
         f"run.resume={checkpoint}: the checkpoint has {key}={there[key]}, this run has {value}; "
         "a resumed run never changes it, start a new one with run.init_from"
