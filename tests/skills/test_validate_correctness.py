@@ -109,7 +109,7 @@ def judged(tmp_path, head, base=None, **options):
             getattr(groups[0], side).append(run)
     comparison = step_comparison.compare(groups, given, precision)
     probed = {"config": {"precision": precision}, "config_hash": "0", "data_hash": "1"}
-    probed |= {"batches": ["a", "b"], "why": ""}
+    probed |= {"batches": ["a", "b"], "second_epoch": "2", "why": ""}
     args = SimpleNamespace(steps=STEPS, max_slowdown=1.05, max_memory=1.05)
     args.no_performance = not with_speed
     args.model, args.mesh = "small", "single"
@@ -135,6 +135,11 @@ def at(step, **values):
                     row[key] = float(value) if isinstance(value, str) else row[key] * value
 
     return change
+
+
+def forget(step, key):
+    """Give a change that leaves a quantity out of the rows from a step on."""
+    return lambda here, row: row.pop(key, None) if here >= step else None
 
 
 def without(*steps):
@@ -167,6 +172,7 @@ def test_equal_runs_pass_and_the_picture_is_there(tmp_path):
         (at(7, loss=1.01), {"loss"}, "equal up to step 6"),
         (at(25, **{"val/loss": 1.001}), {"val-loss"}, "evaluation, or the last update"),
         (at(25, **{"val/bpb": 1.001}), {"val-loss"}, "evaluation, or the last update"),
+        (forget(4, "grad_norm"), {"grad-norm"}, "the head does not log grad_norm from step 4 on"),
         (at(4, tokens=2), {"data"}, "token counts differ from step 4"),
         (at(3, loss="nan"), {"loss", "nonfinite"}, "equal up to step 2"),
         (at(3, loss="inf"), {"loss", "nonfinite"}, "equal up to step 2"),
@@ -179,6 +185,20 @@ def test_a_changed_quantity_fails_its_own_check_and_is_explained(
     report, checks = judged(tmp_path, rows_of(change=change))
     assert failed(checks) == ids and report.verdict == "fail"
     assert cause in report.evidence[0]
+
+
+def test_what_an_evaluation_leaves_behind_is_named(no_picture, tmp_path):
+    def change(step, row):
+        row |= {"val/loss": 2.5} if step == 13 else {}
+
+    def leaves(step, row):
+        change(step, row)
+        at(14, loss=1.01)(step, row)
+
+    base = [rows_of(change=change) for _ in range(2)]
+    report, checks = judged(tmp_path, rows_of(change=leaves), base=base)
+    assert failed(checks) == {"loss"}
+    assert report.evidence[0].startswith("equal up to step 13: what evaluation after that step")
 
 
 def test_nan_from_step_three_is_told_apart_from_a_base_that_has_it_too(no_picture, tmp_path):
@@ -258,6 +278,10 @@ def test_batches_and_corpus_are_compared_directly(no_picture, tmp_path):
     assert report.evidence[0] == "changed data: batches differ from step 2 on"
     _, checks = judged(tmp_path / "corpus", rows_of(), told={"data_hash": "2"})
     assert failed(checks) == {"data"} and "corpus" in checks["validate-data"]["message"]
+    for later, ids in (("3", {"data"}), ("2", set()), (None, set())):
+        told = {"second_epoch": later}
+        _, checks = judged(tmp_path / f"epoch-{later}", rows_of(), told=told)
+        assert failed(checks) == ids, "an epoch that the steps do not come to"
     unknown = {"batches": [], "why": "TypeError: no such argument"}
     report, checks = judged(tmp_path / "unknown", changed, told=unknown)
     assert "could not be compared (TypeError" in checks["validate-data"]["message"]
@@ -324,7 +348,15 @@ def test_the_noise_rule_rarely_blames_a_head_like_the_base_and_sees_a_changed_on
     assert wrong <= 1 and missed == 0, (wrong, missed)
 
 
-def speed(head, base=(1.0, 1.0), memory=1.0, started=(0.0, 200.0), slowdown=1.05):
+def speed(
+    head,
+    base=(1.0, 1.0),
+    memory=1.0,
+    started=(0.0, 200.0),
+    slowdown=1.05,
+    without="",
+    base_without="",
+):
     """Judge a head of this step time over base runs of those."""
     group = step_comparison.Group(0, [], [])
     report = comparison_report.Gates("validate-correctness")
@@ -334,6 +366,8 @@ def speed(head, base=(1.0, 1.0), memory=1.0, started=(0.0, 200.0), slowdown=1.05
         if side == "head":
             for row in rows.values():
                 row["memory_bytes"] *= memory
+        for row in rows.values():
+            row.pop(without if side == "head" else base_without, None)
         run = run_folders.FinishedRun(side, 0, rows, end={"status": "done"})
         run.started = started[number] if number < len(started) else 300.0
         run.ended = run.started + 100
@@ -359,6 +393,12 @@ def test_the_performance_gate_needs_more_than_the_noise_of_the_base():
     assert speed(1.2, base=(1.0, 1.05))[0] == "fail"
     verdict, checks, _ = speed(1.0, memory=1.1)
     assert verdict == "fail" and failed(checks) == {"peak-memory"}
+    for key, id in speed_gate.KEYS.items():
+        verdict, checks, _ = speed(1.0, without=id)
+        assert verdict == "fail" and failed(checks) == {key.removeprefix("validate-")}
+        assert checks[key]["message"] == f"the head does not log {id}"
+    verdict, checks, _ = speed(1.0, base_without="memory_bytes")
+    assert verdict == "pass" and checks["validate-peak-memory"]["verdict"] == "skipped"
     verdict, checks, _ = speed(1.2, started=(0.0, 9000.0))
     assert verdict == "unclear" and "apart" in checks["validate-step-time"]["message"]
 
@@ -386,6 +426,9 @@ def test_flags_become_the_words_of_both_runs():
     assert {"devices=4", "parallel.ep=4", "parallel.pp=1", "precision=bf16"} <= set(words)
     assert {"model=small", "run.max_steps=9", "run.log_every=1", "accelerator=cuda"} <= set(words)
     assert {"run.resume=never", "run.sample_tokens=0", "tracking=none"} <= set(words)
+    for steps, halfway in ((2, 2), (3, 2), (9, 5), (25, 13)):
+        words = run_words.words_of("small", axes, steps, None, "auto")
+        assert f"run.eval_every={halfway}" in words, "evaluation has to be followed by steps"
     assert not [word for word in run_words.words_of("m", axes, 9, None, "auto") if "acc" in word]
     assert run_words.tolerances_of(["1e-4", "val/loss=0.1"]) == {"": 1e-4, "val/loss": 0.1}
 
@@ -733,6 +776,8 @@ PLANTS = {
     "crash": (STEP, "    runtime.step += 1", "    runtime.step += 1 // (runtime.step < 1)"),
     "norm": (STEP, "grad_norm=report.norm", "grad_norm=8 * report.norm"),
     "slow": (STEP, "    start = time.perf_counter()", "    start = time.perf_counter() - 5"),
+    "left": ("curry_train/evaluate.py", "    runtime.train()\n    totals", "    totals"),
+    "epoch": ("curry_train/data/loader.py", "indices, epochs, self", "indices, epochs * 2, self"),
     "dropout": (MLP, "self.up_proj(x))", "F.dropout(self.up_proj(x), 0.1, self.training))"),
     "unseeded": (
         MLP,
@@ -752,7 +797,7 @@ def real(tmp_path_factory):
     small_project.git(project, "init", "-q", "-b", "main")
     small_project.commit(project, "main")
     for branch, (file, before, after) in PLANTS.items():
-        start = "dropout" if branch == "unseeded" else "main"
+        start = "dropout" if branch in ("unseeded", "left") else "main"
         small_project.git(project, "checkout", "-q", start)
         text = (project / file).read_text()
         assert before in text, (branch, file)
@@ -775,6 +820,8 @@ def real(tmp_path_factory):
         pytest.param("norm", "main", "single", {"grad-norm"}, "backward pass", marks=full),
         pytest.param("slow", "main", "single", {"step-time", "tokens-per-s"}, "", marks=full),
         pytest.param("dropout", "dropout", "single", set(), "", marks=full),
+        pytest.param("left", "dropout", "single", {"loss"}, "what evaluation after", marks=full),
+        pytest.param("epoch", "main", "single", {"data"}, "base", marks=full),
         pytest.param("unseeded", "dropout", "single", {"head-repeats"}, "seed", marks=full),
     ],
 )

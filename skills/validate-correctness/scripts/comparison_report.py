@@ -163,6 +163,9 @@ def judge_data(report: Report, groups: Sequence[Group], told: dict[str, Any]) ->
                 text = [f"{found} tokens after step {tokens}, base {wanted}"]
     if batches is not None:
         text.insert(0, f"the batches differ from step {batches} on: changed data or its order")
+    later = [side.get("second_epoch") for side in (base, head)]
+    if None not in later and later[0] != later[1]:
+        text.append("the first batch of the second epoch differs: changed data or its order")
     if base["data_hash"] != head["data_hash"]:
         text.insert(0, "the prepared corpus differs")
     fine = f"the batches of {len(pairs)} steps are equal" if hashed else "token counts are equal"

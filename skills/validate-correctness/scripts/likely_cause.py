@@ -47,6 +47,9 @@ def likely_cause(
         return Cause(f"changed data: {what} differ from step {step} on", DATA)
     if first is None:
         return None
+    if first.found is None:
+        text = f"the head does not log {first.key} from step {first.step} on"
+        return Cause(text, ("curry_train/step.py", "train.py"))
     if repeats is False:
         text = "the head does not repeat itself: randomness without a seed, or a race"
         return Cause(text, (*FORWARD, "curry_train/data/loader.py"))
@@ -61,8 +64,12 @@ def likely_cause(
         return learning_rate(first)
     if first.step == 2:
         return Cause("equal in step 1, not in step 2: optimizer, clipping or schedule", UPDATE)
-    text = f"equal up to step {first.step - 1}: something that depends on the step or the data seen"
-    return Cause(text, (*UPDATE, "curry_train/data/loader.py"))
+    what, files = "something that depends on the step or the data seen", UPDATE
+    if any(gap.step == first.step - 1 for gap in comparison.gaps["validate-val-loss"]):
+        what = "what evaluation after that step leaves behind, or " + what
+        files = ("curry_train/evaluate.py", *UPDATE)
+    text = f"equal up to step {first.step - 1}: {what}"
+    return Cause(text, (*files, "curry_train/data/loader.py"))
 
 
 def in_first_step(comparison: Comparison, first: Gap, hashed: bool) -> Cause:

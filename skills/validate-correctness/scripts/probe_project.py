@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
     except (ConfigError, DataError) as error:
         print(error, file=sys.stderr)
         return 2
-    batches, why = [], ""
+    batches, later, why = [], None, ""
     try:
-        batches = hashes(config, corpus, args.steps)
+        batches, later = hashes(config, corpus, args.steps)
     except Exception as error:  # the loader of another version: the losses still tell
         why = f"{type(error).__name__}: {error}"
     told = {
@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
         "data_hash": corpus.hash,
         "moved": moved,
         "batches": batches,
+        "second_epoch": later,
         "why": why,
     }
     print(json.dumps(told, default=str))
@@ -81,21 +82,32 @@ def load(words: list[str], project: Path) -> tuple[Any, list[str]]:
     return load_config([*words, *moved]), moved
 
 
-def hashes(config: Any, corpus: Any, steps: int) -> list[str]:
-    """Hash the global batch of each step, as the state's own loader makes it for one process."""
+def hashes(config: Any, corpus: Any, steps: int) -> tuple[list[str], str | None]:
+    """Hash the global batch of each step, and the first one of the second epoch.
+
+    As the state's own loader makes them for one process. Few runs come to the second epoch, whose
+    order is another; None where the loader cannot be set there.
+    """
     from curry_train.data.loader import Loader
 
     data = config.data
     loader = Loader(corpus, data, seed=config.seed, micro_batch_size=data.global_batch_size)
-    found = []
-    for _ in range(max(1, min(steps, MOST_TOKENS // (data.global_batch_size * data.seq_len)))):
-        digest = hashlib.sha256()
-        for batch in loader.next_step():
-            for name in sorted(batch):
-                digest.update(name.encode())
-                digest.update(batch[name].numpy().tobytes())
-        found.append(digest.hexdigest()[:16])
-    return found
+    count = max(1, min(steps, MOST_TOKENS // (data.global_batch_size * data.seq_len)))
+    found = [hash_of(loader.next_step()) for _ in range(count)]
+    if not hasattr(loader, "windows_per_epoch"):
+        return found, None
+    loader.samples_consumed = loader.windows_per_epoch
+    return found, hash_of(loader.next_step())
+
+
+def hash_of(batches: list[Any]) -> str:
+    """Hash names and values of the batches of a step."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name in sorted(batch):
+            digest.update(name.encode())
+            digest.update(batch[name].numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -96,10 +96,12 @@ def check_words(words: Sequence[str]) -> None:
 def words_of(
     model: str, axes: dict[str, int], steps: int, precision: str | None, device: str
 ) -> list[str]:
-    """Write the settings of a run: nothing but its steps is done and kept."""
+    """Write the settings of a run; it evaluates halfway too, so that what evaluation leaves behind
+    shows in the steps that follow."""
     words = [f"devices={ranks_of(axes)}", f"model={model}", f"run.max_steps={steps}"]
     words += [f"parallel.{axis}={size}" for axis, size in axes.items()]
     words += [f"precision={precision}"] if precision else []
     words += [f"accelerator={device}"] if device != "auto" else []
-    once = ("log_every=1", "eval_every=0", "save_every=0", "sample_tokens=0", "resume=never")
+    halfway = f"eval_every={max(2, (steps + 1) // 2)}"
+    once = ("log_every=1", halfway, "save_every=0", "sample_tokens=0", "resume=never")
     return [*words, "run.name=validate", "tracking=none", *(f"run.{word}" for word in once)]

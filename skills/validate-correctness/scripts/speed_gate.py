@@ -26,16 +26,19 @@ RESAMPLES = 2000
 APART_SECONDS = 3600.0
 """Runs further apart than this met another machine."""
 IDS = tuple(THRESHOLDS)
+KEYS = dict(zip(IDS, ("step_time", "tokens_per_s", "memory_bytes"), strict=True))
 
 
 def judge_speed(report: Report, groups: Sequence[Group], slowdown: float, memory: float) -> str:
     """Add the three checks; return the gate's own verdict."""
     base, head = ([r for g in groups for r in getattr(g, side)] for side in ("base", "head"))
-    problem = incomparable([*base, *head])
-    if problem:
+    lost = {id: key for id, key in KEYS.items() if not_logged(base, head, key)}
+    problem = "" if lost else incomparable([*base, *head])
+    if lost or problem:
         for id in IDS:
-            report.check(id, "unclear", message=problem)
-        return "unclear"
+            told = f"the head does not log {lost[id]}" if id in lost else problem or "not judged"
+            report.check(id, "fail" if id in lost else "unclear", message=told)
+        return "fail" if lost else "unclear"
     gates = {
         "validate-step-time": ("step_time", slowdown, False),
         "validate-tokens-per-s": ("tokens_per_s", slowdown, True),
@@ -47,9 +50,24 @@ def judge_speed(report: Report, groups: Sequence[Group], slowdown: float, memory
             samples = [[[1 / value for value in run] for run in runs] for runs in samples]
         verdicts.append(judge_ratio(report, id, samples[0], samples[1], limit))
         report.numbers[id.removeprefix("validate-")] = numbers_of(base, head, key)
-    peaks = [[[peak(run)] for run in runs] for runs in (base, head)]
-    verdicts.append(judge_ratio(report, "validate-peak-memory", peaks[0], peaks[1], memory))
+    if all(logs(run, "memory_bytes") for run in base):
+        peaks = [[[peak(run)] for run in runs] for runs in (base, head)]
+        verdicts.append(judge_ratio(report, "validate-peak-memory", peaks[0], peaks[1], memory))
+    else:
+        report.check("validate-peak-memory", "skipped", message="the base logs none")
     return next((v for v in ("fail", "unclear") if v in verdicts), "pass")
+
+
+def not_logged(base: Sequence[FinishedRun], head: Sequence[FinishedRun], key: str) -> bool:
+    """Tell whether some base logs a quantity that some run of the head, with rows, never does."""
+    return any(logs(run, key) for run in base) and any(
+        run.rows and not logs(run, key) for run in head
+    )
+
+
+def logs(run: FinishedRun, key: str) -> bool:
+    """Tell whether a run has a number for a quantity in any step."""
+    return any(isinstance(row.get(key), (int, float)) for row in run.rows.values())
 
 
 def incomparable(runs: Sequence[FinishedRun]) -> str:
@@ -74,7 +92,7 @@ def steps_of(run: FinishedRun, key: str) -> list[float]:
 
 
 def peak(run: FinishedRun) -> float:
-    """Return the highest memory_bytes; 1 where none is logged, so that ratios are 1."""
+    """Return the highest memory_bytes; 1 where all are 0, so that ratios are 1."""
     return max((row.get("memory_bytes") or 0 for row in run.rows.values()), default=0) or 1.0
 
 
