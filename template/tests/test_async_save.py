@@ -348,14 +348,17 @@ def test_a_signal_ends_a_run_when_its_last_checkpoint_stands(
     truth_of(newest)
 
 
-def test_an_aborted_run_ends_when_the_save_before_it_stands(
-    tmp_path, everything_imported, monkeypatch
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_aborted_run_ends_when_the_save_before_it_stands_or_failed(
+    broken, tmp_path, everything_imported, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     real = dcp.save
 
     def slow(*args: Any, **kwargs: Any) -> Path:
         time.sleep(3.0)
+        if broken:
+            raise dcp.CheckpointError("the disk is full")
         return real(*args, **kwargs)
 
     monkeypatch.setattr(dcp, "save", slow)  # the run is a fork of this process
@@ -365,6 +368,12 @@ def test_an_aborted_run_ends_when_the_save_before_it_stands(
     assert code == 4, out
     (folder,) = (tmp_path / "runs").iterdir()
     events = read_journal(folder / "journal.jsonl")
-    assert [event["ev"] for event in events][-1] == "end"
-    assert [event["step"] for event in events if event["ev"] == "ckpt_commit"] == [1]
+    assert [event["ev"] for event in events][-1] == "end" and events[-1]["status"] == "aborted"
+    assert ("the save of step 1 failed: the disk is full" in events[-1]["reason"]) == broken
+    assert "run.max_nonfinite" in events[-1]["reason"]
+    committed = [event["step"] for event in events if event["ev"] == "ckpt_commit"]
+    if broken:
+        assert committed == [] and dcp.latest(folder / "checkpoints") is None
+        return
+    assert committed == [1]
     assert dcp.latest(folder / "checkpoints").name == "step-00000001"

@@ -312,6 +312,18 @@ def test_the_folder_one_stands_in_has_a_name(run, capsys, monkeypatch):
     assert data["rules"] == {"keep": 2, "keep_every": 0, "keep_best": 1}
 
 
+def test_what_goes_while_it_is_read_is_a_sentence(run, capsys, monkeypatch):
+    manifest = run / "checkpoints" / "step-00000040" / "manifest.json"
+
+    def late(checkpoint: Path) -> dict[str, Any]:
+        found = read_manifest(checkpoint)
+        manifest.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr("curry_train.checkpoint.views.read_manifest", late)
+    assert f"No such file or directory: '{manifest}'" in refused(capsys, "inspect", run)
+
+
 def test_a_refusal_is_json_too(tmp_path, capsys):
     code, data = ask(capsys, "list", tmp_path / "none")
     assert code == 2 and data["verdict"] == "refused" and "is no folder" in data["problems"][0]

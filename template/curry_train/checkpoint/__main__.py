@@ -311,6 +311,8 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(args, error, FINDING if damaged else BAD_INPUT)
     except ConfigError as error:
         return _refuse(args, error, BAD_INPUT)
+    except OSError as error:  # not readable, or its run has pruned it meanwhile
+        return _refuse(args, CheckpointError(str(error)), BAD_INPUT)
     if args.json:
         tell(json.dumps(_plain({"verb": args.verb, **answer.data}), allow_nan=False))
     else:
