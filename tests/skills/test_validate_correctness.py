@@ -547,6 +547,10 @@ def test_a_finished_run_is_used_again_unless_fresh_is_asked(repository, tmp_path
     none, folders = made()
     assert none == 0 and len(folders) == 3, "another seed is another run"
     assert made() == (3, folders)
+    _, report, checks = validated(repository, head="slow", seeds=7, cwd=tmp_path)
+    runs = sorted(report["numbers"]["runs"], key=lambda run: run["started"])
+    assert [run["name"][:6] for run in runs] == ["base-1", "base-2", "head-1", "base-3"]
+    assert {"step-time", "tokens-per-s"} == failed(checks), "a slow head has a base after it"
     assert made("--fresh")[0] == 0
 
 
@@ -776,9 +780,9 @@ PLANTS = {
     "crash": (STEP, "    runtime.step += 1", "    runtime.step += 1 // (runtime.step < 1)"),
     "norm": (STEP, "grad_norm=report.norm", "grad_norm=8 * report.norm"),
     "slow": (STEP, "    start = time.perf_counter()", "    start = time.perf_counter() - 5"),
-    "left": ("curry_train/evaluate.py", "    runtime.train()\n    totals", "    totals"),
     "epoch": ("curry_train/data/loader.py", "indices, epochs, self", "indices, epochs * 2, self"),
     "dropout": (MLP, "self.up_proj(x))", "F.dropout(self.up_proj(x), 0.1, self.training))"),
+    "left": ("curry_train/evaluate.py", "    runtime.train()\n    totals", "    totals"),
     "unseeded": (
         MLP,
         "        x = gather",

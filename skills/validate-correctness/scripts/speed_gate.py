@@ -70,6 +70,13 @@ def logs(run: FinishedRun, key: str) -> bool:
     return any(isinstance(row.get(key), (int, float)) for row in run.rows.values())
 
 
+def looks_slower(base: Sequence[FinishedRun], head: FinishedRun, limit: float) -> bool:
+    """Tell whether the head's median step takes more than `limit` times the base's."""
+    times = [[t for run in runs for t in steps_of(run, "step_time")] for runs in (base, [head])]
+    before, now = (statistics.median(found) if found else 0.0 for found in times)
+    return now > limit * before > 0
+
+
 def incomparable(runs: Sequence[FinishedRun]) -> str:
     """Say why these runs have no step times to compare; empty when they have."""
     from itertools import pairwise

@@ -33,6 +33,7 @@ from ref_worktrees import WORKTREE, Repository, State, checked_out, remove_stale
 from run_folders import FinishedRun  # noqa: E402
 from run_words import AXES, EXAMPLES, check_words, mesh_of, tolerances_of, words_of  # noqa: E402
 from speed_gate import THRESHOLDS as SPEED  # noqa: E402
+from speed_gate import looks_slower  # noqa: E402
 from step_comparison import Group, compare, repeats_bitwise  # noqa: E402
 from train_runs import Request, find_finished, probe_once, train  # noqa: E402
 
@@ -258,7 +259,21 @@ class Runs:
         elif not self.explained and self.differs_early(group):
             self.planned += 1
             group.head.append(self.run("head", seed, 2))
+        if self.needs_witness(group):
+            self.planned += 1
+            number = len(group.base) + 1
+            group.base.append(self.run("base", seed, number, fresh=True))
         return group
+
+    def needs_witness(self, group: Group) -> bool:
+        """Tell whether the head looks slower than runs of the base that were all made before it.
+
+        Then the machine may only be busier than it was for an earlier call.
+        """
+        args, head = self.call.args, group.head[0]
+        seen = any(run.started > head.started for run in group.base)
+        judged = not (args.no_performance or seen or head.crash())
+        return judged and looks_slower(group.base, head, args.max_slowdown)
 
     def differs_early(self, group: Group) -> bool:
         """Tell whether the losses differ though nothing yet says why."""
@@ -268,12 +283,12 @@ class Runs:
         losses = any(base[s].get("loss") != head[s].get("loss") for s in both)
         return losses and same_lr and not group.head[0].crash()
 
-    def run(self, role: str, seed: int, number: int) -> FinishedRun:
+    def run(self, role: str, seed: int, number: int, fresh: bool = False) -> FinishedRun:
         """Return a run of a state: an earlier one of the same code and settings, or a new one."""
         call, state = self.call, self.states[role]
         words = (*self.words[role], f"seed={seed}")
         request = Request(state, seed, number, words)
-        run = find_finished(earlier(call), request)
+        run = None if fresh else find_finished(earlier(call), request)
         if run is not None:
             job.say(f"{request.name}: taken from {cli.shown(run.folder)}")
         else:
