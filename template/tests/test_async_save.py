@@ -290,6 +290,28 @@ def test_an_error_after_the_commit_is_raised_on_all_as_well(tmp_path):
     ]
 
 
+def silent(rank: int, world: int, root: Path) -> tuple[float, str]:
+    """Save with a peer that does not answer; return how long the wait took and its error."""
+    beside, ended = AsyncSave(world_mesh(), 1.0), root / "ended"
+    begin, text = time.monotonic(), ""
+    if rank == 0:
+        start(beside, root, 1, {"w": torch.ones(2)})
+        try:
+            beside.wait()
+        except RuntimeError as error:
+            text = str(error)
+        ended.touch()
+    while not ended.exists() and time.monotonic() < begin + 20:
+        time.sleep(0.02)
+    return time.monotonic() - begin, text
+
+
+def test_a_silent_peer_is_waited_for_once(tmp_path):
+    seconds, text = run_ranks(silent, 2, tmp_path)[0]
+    assert "Timed out" in text and 0.9 < seconds < 10
+    assert not any(tmp_path.glob("step-*"))
+
+
 def both_ways(rank: int, world: int, root: Path, layout: str) -> None:
     for way in ("sync", "async"):
         torch.manual_seed(rank)

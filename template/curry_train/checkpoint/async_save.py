@@ -23,6 +23,7 @@ from curry_train.checkpoint import CheckpointError, dcp
 from curry_train.checkpoint.storage import as_part
 from curry_train.parallel.mesh import Mesh, agreed
 from curry_train.parallel.shards import Part
+from curry_train.tracking.crash import is_lost_peer
 
 
 class Staging:
@@ -85,7 +86,9 @@ class AsyncSave:
         groups: dict[str, Any] = {}
         if mesh.world > 1:
             ranks, limit = list(range(mesh.world)), timedelta(seconds=timeout)
-            groups["world"] = dist.new_group(ranks, timeout=limit, backend="gloo")
+            groups["world"] = dist.new_group(
+                ranks, timeout=limit, backend="gloo", group_desc="checkpoint"
+            )
         self._own_mesh = replace(mesh, groups=groups)
 
     @property
@@ -125,12 +128,15 @@ class AsyncSave:
     def wait(self) -> float:
         """Wait for the save that is under way, if any; return the seconds that this took.
 
-        Group: world, one collective. Raises: CheckpointError on every rank if any rank failed.
+        Group: world, one collective. Raises: CheckpointError on every rank if any rank failed, or
+        what says that a peer is gone: asking it once more would take run.comm_timeout once more.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return 0.0
         begin, error = time.monotonic(), pending.exception()
+        if error is not None and not isinstance(error, CheckpointError) and is_lost_peer(error):
+            raise error
         if agreed(int(error is not None), self._mesh):
             head = f"the save of step {self.step} failed"
             if isinstance(error, CheckpointError):
