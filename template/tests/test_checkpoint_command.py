@@ -617,6 +617,20 @@ def test_bad_input_is_told_with_what_is_allowed(words, message, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("step-00000001/new", "step-00000001 is a checkpoint; name a folder outside of it"),
+        ("step-00000002", "names another step than"),
+    ],
+)
+def test_a_conversion_goes_beside_checkpoints_and_under_its_own_step(out, message, run, capsys):
+    source = store(run / "checkpoints", 1)
+    assert message in refused(capsys, "convert", source, source.parent / out)
+    assert main(["verify", str(source)]) == 0
+    assert not (source.parent / out).exists()
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["convert", "a", "b", "--max-shard-size", "0"], "allowed: 5GB, 200MB"),

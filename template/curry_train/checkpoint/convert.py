@@ -21,6 +21,8 @@ from curry_train.checkpoint import (
     MANIFEST,
     CheckpointError,
     chunk_key,
+    folder_name,
+    is_step_folder,
     manifest_problems,
     manifest_sha256,
     read_manifest,
@@ -57,6 +59,9 @@ def convert(
             f"dtype {dtype} with moments: a run keeps them in {' or '.join(RESUMABLE)}; "
             "set --weights-only"
         )
+    named = folder_name(manifest["step"])
+    if is_step_folder(out) and out.name != named:
+        raise CheckpointError(f"{out} names another step than {source} holds; name it {named}")
     saved, tensors = manifest["tensors"], {}
     for name, entry in saved.items():
         if not (weights_only and name.startswith(OPTIMIZER)):
@@ -141,3 +146,5 @@ def fresh_folder(out: Path) -> Iterator[Path]:
 def _refuse_existing(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists, and nothing is overwritten; name a new folder")
+    if (out.parent / MANIFEST).is_file():
+        raise CheckpointError(f"{out.parent} is a checkpoint; name a folder outside of it")
