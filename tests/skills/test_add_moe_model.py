@@ -105,6 +105,30 @@ OTHERS = ["mixtral_8x7b", "gpt_oss_20b", "deepseek_v3", "deepseek_v2_lite", "qwe
 
 
 @full
+def test_tied_ends_are_on_one_rank_of_every_mesh():
+    import port_gates
+    import tiny_models
+
+    tied = SimpleNamespace(tie_word_embeddings=True)
+    assert port_gates.sizes_of("pp2", tied) == {"pp": 2, "dp_shard": 1, "schedule": "zbv"}
+    assert "schedule" not in port_gates.sizes_of("ep2", tied)
+    apart = SimpleNamespace(tie_word_embeddings=False)
+    assert port_gates.sizes_of("pp2 ep2", apart) == port_gates.MESHES["pp2 ep2"]
+    assert tiny_models.tiny({**OLMOE, "tie_word_embeddings": True})["num_hidden_layers"] == 4
+    assert tiny_models.tiny(OLMOE)["num_hidden_layers"] == 2
+
+
+@full
+def test_tied_ends_pass_on_every_mesh(project):
+    folder = project / "configs" / "model"
+    text = (folder / "olmoe_1b_7b.yaml").read_text()
+    tied = text.replace("tie_word_embeddings: false", "tie_word_embeddings: true")
+    (folder / "tied.yaml").write_text(tied)
+    for gate in ("4", "5"):
+        code, report, _ = run(project, "gate", gate, "--name", "tied", "--mesh", "pp2")
+        assert code == 0 and tied != text, report["checks"]
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_families_pass_every_gate(template, name):
     code, report, said = run(template, "gate", "all", "--name", name)

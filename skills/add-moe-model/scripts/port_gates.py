@@ -27,6 +27,12 @@ PROMPTS = ([5, 77, 141], [200], [*range(30, 45)])
 TIMEOUT = 300.0
 
 
+def sizes_of(mesh: str, model: Any) -> dict[str, Any]:
+    """Return the settings of a mesh; tied ends need a schedule that has both on one rank."""
+    tied = {"schedule": "zbv"} if model.tie_word_embeddings and "pp" in MESHES[mesh] else {}
+    return MESHES[mesh] | tied
+
+
 class Finding(NamedTuple):
     """What a gate says: the check id, its value, what it was and where to look."""
 
@@ -253,7 +259,7 @@ def equal_layouts(port: Port, thresholds: dict[str, float], call: Any, names: li
 
     rows, worst = {}, (0.0, "")
     for mesh in names:
-        axes = [f"parallel.{axis}={size}" for axis, size in MESHES[mesh].items()]
+        axes = [f"parallel.{axis}={size}" for axis, size in sizes_of(mesh, port.model).items()]
         words = [f"model={port.name}", *axes]
         config, problems = layouts.load(call, words)
         if config is None:
@@ -302,7 +308,7 @@ def same_text(port: Port, thresholds: dict[str, float], names: list[str]) -> Fin
     for mesh in names:
         if mesh == "pp1 ep1":
             continue
-        config = replace(base, parallel=replace(ParallelConfig(), **MESHES[mesh]))
+        config = replace(base, parallel=replace(ParallelConfig(), **sizes_of(mesh, model)))
         world = config.parallel.pp * config.parallel.dp_shard
         ranks = run_ranks(text_of_rank, world, config, corpus, folder, timeout=TIMEOUT)
         texts |= {f"{mesh}, rank {rank}": text for rank, text in enumerate(ranks)}

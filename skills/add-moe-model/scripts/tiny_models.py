@@ -32,6 +32,8 @@ DROPPED = ("quantization_config", "auto_map", "dtype", "torch_dtype")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ORIGINAL = 64
 """Context before scaling, so short that 24 tokens and 4 pairs of a head see the scaling."""
+TIED_LAYERS = 4
+"""Blocks of a model with tied ends, which two stages run as four chunks."""
 
 
 def tiny(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +41,8 @@ def tiny(raw: Mapping[str, Any]) -> dict[str, Any]:
     out = {key: copy.deepcopy(value) for key, value in raw.items() if key not in DROPPED}
     known = {key for key, value in out.items() if value is not None}
     out |= {key: size for key, size in SIZES.items() if key in known}
+    layers = TIED_LAYERS if raw.get("tie_word_embeddings") else LAYERS
+    out["num_hidden_layers"] = layers
     out |= {key: min(out[key], most) for key, most in AT_MOST.items() if key in known}
     out |= {key: limit for key, limit in BITING.items() if key in known}
     out |= {key: None for key in IDS if key in out}
@@ -51,11 +55,11 @@ def tiny(raw: Mapping[str, Any]) -> dict[str, Any]:
         out |= {"n_group": 4, "topk_group": 2 if raw["topk_group"] < raw["n_group"] else 4}
     if raw.get("max_window_layers") is not None:
         every = raw["max_window_layers"] >= (raw.get("num_hidden_layers") or 0)
-        out["max_window_layers"] = LAYERS if every else min(raw["max_window_layers"], 1)
+        out["max_window_layers"] = layers if every else min(raw["max_window_layers"], 1)
     for key in ("layer_types", "mlp_only_layers"):
         if out.get(key):
-            out[key] = out[key][:LAYERS] if key == "layer_types" else [
-                at for at in out[key] if at < LAYERS
+            out[key] = out[key][:layers] if key == "layer_types" else [
+                at for at in out[key] if at < layers
             ]  # fmt: skip
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(out.get(name), dict):
