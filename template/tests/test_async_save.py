@@ -182,7 +182,7 @@ def tensors_of(trained: Any) -> dict[str, torch.Tensor]:
     return {n: value.tensor if isinstance(value, Part) else value for n, value in held}
 
 
-def test_the_last_save_returns_when_it_stands_even_after_a_failed_one(tmp_path, monkeypatch):
+def test_a_run_that_ends_by_a_failed_save_saves_its_last_step_all_the_same(tmp_path, monkeypatch):
     trained, run = runtime(True), run_of(tmp_path)
     saver, real = Saver(trained, run), dcp.save
     train_step(trained)
@@ -195,15 +195,14 @@ def test_the_last_save_returns_when_it_stands_even_after_a_failed_one(tmp_path, 
     monkeypatch.setattr(dcp, "save", full)
     saver.save({}, last=False)
     with pytest.raises(CheckpointError, match="step 1 failed: the disk is full"):
-        saver.save({}, last=False)
-    saver.save({}, last=False)
-    with pytest.raises(CheckpointError, match="step 1 failed: the disk is full"):
         saver.close()
-    saver.save({}, last=False)
-    train_step(trained)
-    with pytest.raises(CheckpointError, match="step 1 failed: the disk is full"):
-        saver.save({}, last=True)
-    assert dcp.latest(tmp_path / "checkpoints").name == "step-00000002"
+    for last in (False, True):
+        step = trained.step
+        saver.save({}, last=False)
+        train_step(trained)
+        with pytest.raises(CheckpointError, match=f"step {step} failed: the disk is full"):
+            saver.save({}, last=last)
+        assert dcp.latest(tmp_path / "checkpoints").name == f"step-{trained.step:08d}"
     assert [name for name, _ in run.events][-2:] == ["ckpt_begin", "ckpt_commit"]
     assert run.events[-1][1]["blocked"] == run.events[-1][1]["seconds"]
 

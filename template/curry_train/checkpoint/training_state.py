@@ -136,7 +136,7 @@ class Saver:
 
         row: the step's metrics, of which those of a validation go into the manifest. Waits for the
         save before this one and says so. Raises: CheckpointError on every rank, also for the save
-        before; then a last step is saved all the same.
+        before; then this step is saved all the same, in the loop, for it is the run's last.
         """
         beside, waited, failed = self._beside, 0.0, None
         if beside is not None:
@@ -144,14 +144,12 @@ class Saver:
             try:
                 waited = beside.wait()
             except dcp.CheckpointError as error:
-                if not last:
-                    raise
                 failed = error
             if busy and self.runtime.mesh.rank == 0:
                 step = self.runtime.step
                 tell(f"step {step} waited {waited:.1f} s for the checkpoint of step {previous}")
         try:
-            save(self.runtime, self.run, row, None if last else beside, waited)
+            save(self.runtime, self.run, row, None if last or failed else beside, waited)
         except dcp.CheckpointError as error:
             problems = failed.problems if failed else []
             raise dcp.CheckpointError([*problems, *error.problems]) from None
@@ -263,33 +261,29 @@ def begin(runtime: Runtime, run: Run) -> None:
         except dcp.CheckpointError as error:
             raise dcp.CheckpointError([*error.problems, *offer_older(run.checkpoint)]) from None
     elif init_from is not None:
-        path = Path(init_from)
+        path, weights, told = Path(init_from), weight_tensors(runtime), []
         try:
             if is_hugging_face(path):
-                _load_hugging_face(runtime, run, path)
+                read = load_files(path, weights, runtime.config.model, runtime.mesh)
+                told.append(f"weights of {path}: {read}")
             else:
-                weights, only = weight_tensors(runtime), ("optim.",)
-                dcp.load(path, weights, mesh=runtime.mesh, ignore=only, cast=True)
+                dcp.load(path, weights, mesh=runtime.mesh, ignore=("optim.",), cast=True)
         except dcp.CheckpointError as error:
             offer = offer_older(path, "run.init_from")
             raise dcp.CheckpointError([*error.problems, *offer]) from None
         fill_tied(runtime)
+        told += _other_tokenizer(path / TOKENIZER, runtime.corpus.tokenizer)
+        for text in told if runtime.mesh.rank == 0 else ():
+            run.event("note", weights=text)
+            tell(text)
 
 
-def _load_hugging_face(runtime: Runtime, run: Run, folder: Path) -> None:
-    """Take the weights of a folder of Hugging Face, and tell what was read and what looks wrong."""
-    tensors, model = weight_tensors(runtime), runtime.config.model
-    told = [f"weights of {folder}: {load_files(folder, tensors, model, runtime.mesh)}"]
-    tokenizer, ours = folder / TOKENIZER, runtime.corpus.tokenizer
-    if tokenizer.is_file():
-        same = {ours.text} | ({library_json()} if isinstance(ours, ByteTokenizer) else set())
-        if tokenizer.read_text(encoding="utf-8", errors="replace") not in same:
-            told.append(
-                f"the data has another tokenizer than these weights; set data.tokenizer={tokenizer}"
-            )
-    for text in told if runtime.mesh.rank == 0 else ():
-        run.event("note", weights=text)
-        tell(text)
+def _other_tokenizer(beside: Path, ours: Tokenizer) -> list[str]:
+    """Return a sentence where the tokenizer of the weights is not that of the data."""
+    same = {ours.text} | ({library_json()} if isinstance(ours, ByteTokenizer) else set())
+    if not beside.is_file() or beside.read_text(encoding="utf-8", errors="replace") in same:
+        return []
+    return [f"the data has another tokenizer than these weights; set data.tokenizer={beside}"]
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
