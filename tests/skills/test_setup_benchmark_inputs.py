@@ -140,6 +140,20 @@ def test_damage_is_named_and_repaired_without_touching_other_files(prepared, pro
     assert not list(project.glob("workspace/**/.*new*"))
 
 
+def test_an_origin_that_no_record_tells_is_not_called_the_models_own(prepared, project):
+    record = project / CORPUS / "tiny_moe" / "inputs.json"
+    text = record.read_text()
+    told = json.loads(text) | {"origin": "released"}
+    told["sha256"] = dict.fromkeys(told["sha256"], "0" * 64)  # of what lay there before
+    record.write_text(json.dumps(told))
+    report, _ = call(project, "status", "tiny_moe")
+    record.write_text(text)
+    assert "corpus of unknown origin" in report["summary"]
+    assert report["numbers"]["corpus"]["origin"] == "unknown"
+    verdicts = {check["id"]: check["verdict"] for check in report["checks"]}
+    assert verdicts["inputs-origin"] == "skipped" and verdicts["inputs-corpus"] == "pass"
+
+
 def test_a_killed_call_is_continued_and_two_calls_at_once_agree(prepared, project, tmp_path):
     model, root = "tiny_dense", project / "workspace"
     words = ["prepare", "--model", model, "--project", project, "--json"]

@@ -68,6 +68,8 @@ def look(part: Part, *, verify: bool = False) -> Part:
     except Exception as error:  # CheckpointError and DataError of the project's package
         part.problems = list(getattr(error, "problems", [str(error)]))
         return part
+    if part.record.get("sha256") != {entry["name"]: entry["sha256"] for entry in files}:
+        part.record = {}  # it describes what lay there before
     total = sum(entry["bytes"] for entry in files)
     known = part.record.get("files", {})
     unchanged = all(known.get(e["name"]) == stamp(part.folder / e["name"]) for e in files)

@@ -30,7 +30,7 @@ if not (KIT_HOME / "kit" / "cli.py").is_file():
 sys.path.insert(0, str(KIT_HOME))
 
 import input_sources as sources  # noqa: E402
-from input_places import TOKENIZER, Part, install, locked, look, parts_of  # noqa: E402
+from input_places import RECORD, TOKENIZER, Part, install, locked, look, parts_of  # noqa: E402
 
 from kit import cli, layouts  # noqa: E402
 from kit.errors import UsageError  # noqa: E402
@@ -238,7 +238,7 @@ def make_corpus(call: cli.Invocation, choice: sources.Choice, checkpoint: Part, 
 
 def tell(call: cli.Invocation, report: Report, config: Any, checkpoint: Part, corpus: Part) -> None:
     """Turn what is there into checks, numbers and the command that uses it."""
-    name, stands = call.args.model, []
+    name, stands, unknown = call.args.model, [], []
     for part in (checkpoint, corpus):
         what = NAMES[part.id]
         message = f"{cli.shown(part.folder)}: "
@@ -255,17 +255,22 @@ def tell(call: cli.Invocation, report: Report, config: Any, checkpoint: Part, co
             "problems": ["missing"] if part.missing else part.problems,
         }
         stands += [what] if part.ready and part.origin == "stand-in" else []
+        unknown += [what] if part.ready and part.origin == "unknown" else []
         report.artifacts += [str(part.folder)] if part.ready else []
     ready = checkpoint.ready and corpus.ready
     words = overrides(config, checkpoint.manifest["model"]) if checkpoint.ready else []
-    label = f"STAND-IN {' and '.join(stands)}"
-    if stands:
-        what = f"sizes are not those of {name}" if words else "values are random or the text ours"
-        report.check("inputs-origin", "skipped", message=f"{label}: {what}")
+    labels = [f"STAND-IN {' and '.join(stands)}"] if stands else []
+    labels += [f"{' and '.join(unknown)} of unknown origin"] if unknown else []
+    what = "values are random or the text ours" if stands else f"no {RECORD} describes it"
+    what = f"sizes are not those of {name}" if words else what
+    if labels:
+        report.check("inputs-origin", "skipped", message=f"{', '.join(labels)}: {what}")
     elif ready:
-        report.check("inputs-origin", "pass", message="the model's own weights and text")
-    report.summary = f"inputs of {name} are {'ready' if ready else 'NOT ready'}"
-    report.summary += f", {label}" if stands else ""
+        origins = " and ".join(f"{NAMES[part.id]} {part.origin}" for part in (checkpoint, corpus))
+        message = f"{origins}: {what}" if words else origins
+        report.check("inputs-origin", "skipped" if words else "pass", message=message)
+    state = "ready" if ready else "NOT ready"
+    report.summary = ", ".join([f"inputs of {name} are {state}", *labels])
     if not ready:
         report.next.append(f"setup_benchmark_inputs.py prepare --model {name}")
         return
