@@ -435,7 +435,7 @@ def test_a_project_in_a_folder_with_an_odd_name_composes(tmp_path):
         ("data.dataset", "wiki", f"known are {', '.join(DATASETS)}"),
         ("data.input", "no/such.txt", "data.input=no/such.txt: no such file or folder"),
         ("run.resume", "runs/none", "must be never, auto or a folder that exists"),
-        ("run.init_from", "runs/none", "manifest.json does not exist: not a checkpoint"),
+        ("run.init_from", "runs/none", "runs/none: is no folder; give a folder step-XXXXXXXX"),
         ("run.name", "../up", "allowed are letters, digits"),
         ("run.name", "", "allowed are letters, digits"),
         ("run.name", "\u00fcben", "allowed are letters, digits"),

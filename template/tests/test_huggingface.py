@@ -617,6 +617,18 @@ def test_a_run_starts_from_a_folder(tmp_path):
     told.clear()
     begin(runtime, run)
     assert f"set data.tokenizer={folder / 'tokenizer.json'}" in told[1]["weights"]
+    made = huggingface.import_weights(folder, tmp_path / "in")
+    runtime.config = replace(runtime.config, run=replace(runtime.config.run, init_from=str(made)))
+    told.clear()
+    begin(runtime, run)
+    assert f"set data.tokenizer={made / 'tokenizer.json'}" in told[0]["weights"]
+    chosen = replace(runtime.config.run, init_from=str(checkpoint))
+    runtime.config = replace(runtime.config, run=chosen)
+    told.clear()
+    begin(runtime, run)
+    assert not told
+    [problem] = huggingface.initial_problems(tmp_path / "in", runtime.config.model)
+    assert problem == f"is no checkpoint; set run.init_from={made}"
 
 
 def test_a_run_of_another_model_is_refused_with_every_difference(folders):

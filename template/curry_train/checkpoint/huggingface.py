@@ -57,6 +57,11 @@ def initial_problems(folder: Path, model: Any) -> list[str]:
     try:
         if is_hugging_face(folder):
             return differences(folder, read_model(folder)[0], model)
+        if not (folder / MANIFEST).is_file():
+            found = latest(folder / "checkpoints") or latest(folder)
+            known = "give a folder step-XXXXXXXX, or one of Hugging Face with its config.json"
+            what = "is no checkpoint" if folder.is_dir() else "is no folder"
+            return [f"{what}; {f'set run.init_from={found}' if found else known}"]
         read_manifest(folder)
     except CheckpointError as error:
         return error.problems
@@ -155,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m curry_train.checkpoint.huggingface",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(__doc__ or "").split("\n\n")[0],
+        description="Weights to and from Hugging Face. run.init_from=FOLDER reads one at once.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     made = verbs.add_parser("import", help="folder of Hugging Face -> checkpoint")
@@ -214,7 +219,10 @@ def _import(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     lines = [str(report), f"wrote {path}, {size_words(_size(path))}"]
     if name:
         data["config"] = str(_save_yaml(args.project, name, text))
-        lines.append(f"wrote {data['config']}; train with model={name} run.init_from={path}")
+        words = f"model={name} run.init_from={path}"
+        if (tokenizer := path / "tokenizer.json").is_file():
+            words += f" data.tokenizer={tokenizer}"
+        lines.append(f"wrote {data['config']}; train with {words}")
     else:
         data["model_yaml"] = text
         lines += ["", *text.splitlines()]

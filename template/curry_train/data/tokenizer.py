@@ -172,7 +172,9 @@ def _read_json(path: Path) -> tuple[str, dict[str, Any]]:
             "tokenizer.json"
         ) from None
     except IsADirectoryError:
-        raise DataError(f"tokenizer {path} is a folder; name the tokenizer.json in it") from None
+        raise DataError(
+            f"tokenizer {path} is a folder; name the tokenizer.json in it: {path / 'tokenizer.json'}"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"tokenizer {path} cannot be read: {_one_line(error)}") from None
     if not isinstance(content, dict):
