@@ -173,7 +173,7 @@ def _read_json(path: Path) -> tuple[str, dict[str, Any]]:
         ) from None
     except IsADirectoryError:
         raise DataError(
-            f"tokenizer {path} is a folder; name the tokenizer.json in it: {path / 'tokenizer.json'}"
+            f"tokenizer {path} is a folder; name the tokenizer.json in it, {path}/tokenizer.json"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"tokenizer {path} cannot be read: {_one_line(error)}") from None
