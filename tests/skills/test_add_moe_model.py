@@ -104,8 +104,8 @@ OTHERS = ["mixtral_8x7b", "gpt_oss_20b", "deepseek_v3", "deepseek_v2_lite", "qwe
           "llama3_8b", "qwen3_8b"]  # fmt: skip
 
 
-@full
-def test_tied_ends_are_on_one_rank_of_every_mesh():
+def test_tied_ends_are_on_one_rank_of_every_mesh(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
     import port_gates
     import tiny_models
 
@@ -129,6 +129,7 @@ def test_tied_ends_pass_on_every_mesh(project):
         assert code == 0 and tied != text, report["checks"]
 
 
+@full
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_families_pass_every_gate(template, name):
     code, report, said = run(template, "gate", "all", "--name", name)
