@@ -153,6 +153,13 @@ def test_what_is_written_is_read_as_the_same_model(name):
     assert raw["dtype"] == raw["torch_dtype"] == "float16"
 
 
+def test_gpt_oss_without_windows_is_written_with_the_size_that_transformers_needs():
+    model = replace(DECODERS["GptOss"], sliding_window=None, sliding_window_pattern=0)
+    raw = write_config(model, "float32")
+    assert raw["sliding_window"] == 128 and {*raw["layer_types"]} == {"full_attention"}
+    assert live(read_config(raw)) == live(model)
+
+
 LLAMA = PUBLISHED["llama3_8b"]
 
 

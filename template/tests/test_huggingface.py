@@ -502,6 +502,16 @@ def test_an_exported_run_gives_the_logits_of_the_run(precision, bound, tmp_path,
     assert gap < bound
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "[1]", "null"])
+def test_settings_of_a_tokenizer_that_nobody_can_read_are_written_anew(text, copy, tmp_path):
+    folder = copy("Llama")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(text)
+    out = huggingface.export(huggingface.import_weights(folder, tmp_path / "in"), tmp_path / "out")
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_what_no_architecture_expresses_is_not_exported(tmp_path):
     checkpoint = trained(
         tmp_path, "model.capacity_factor=1.25", "model.sliding_window=8",

@@ -280,7 +280,7 @@ def _write_later_windows(model: ModelConfig) -> dict[str, Any]:
     use = model.sliding_window is not None
     first = 0 if use else model.num_hidden_layers
     written = {"use_sliding_window": use, "max_window_layers": first}
-    return _write_layer_types(model) | written
+    return _write_layer_types(model) | written | {"sliding_window": model.sliding_window}
 
 
 def _read_layer_types(keys: Keys, absent: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -293,7 +293,8 @@ def _read_layer_types(keys: Keys, absent: Mapping[str, Any], values: dict[str, A
 def _write_layer_types(model: ModelConfig) -> dict[str, Any]:
     slides = [model.window_of(at) is not None for at in range(model.num_hidden_layers)]
     types = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    return {"sliding_window": model.sliding_window, "layer_types": types}
+    # gpt-oss in transformers computes nothing without a size, even where no block slides.
+    return {"sliding_window": model.sliding_window or 128, "layer_types": types}
 
 
 def _read_sparse_blocks(keys: Keys, absent: Mapping[str, Any], values: dict[str, Any]) -> None:

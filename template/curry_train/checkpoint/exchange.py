@@ -262,7 +262,10 @@ def _beside(checkpoint: Path, manifest: Mapping[str, Any], raw: dict[str, Any]) 
             found["tokenizer.json"] = library_json().encode()
         if tokenizer is not None and "token_ids" not in manifest:
             ids["eos_token_id"] = tokenizer.eos_id
-        settings = json.loads(found.get("tokenizer_config.json", b"{}"))
+        try:
+            settings = dict(json.loads(found.get("tokenizer_config.json", b"{}")))
+        except (TypeError, ValueError):
+            settings = {}  # no object of JSON, which nobody could read
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if tokenizer is not None:
             settings.setdefault("eos_token", getattr(tokenizer, "eos_token", END_OF_TEXT))

@@ -219,6 +219,8 @@ def _load(folder: Path) -> tuple[nn.Module, Tokenizer, int]:
     if not huggingface.is_hugging_face(folder):
         checkpoint = folder if (folder / MANIFEST).is_file() else latest(folder / "checkpoints")
         tensors = read_manifest(checkpoint)["tensors"] if checkpoint else {}
+        if checkpoint:
+            _tokenizer_path(checkpoint)
         shapes = [e["shape"] for name, e in tensors.items() if not name.startswith("optim.")]
         _check_memory(folder, 4 * sum(map(math.prod, shapes)))
         return load_for_inference(folder)
@@ -235,12 +237,16 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
     Raises: CheckpointError without one that we read.
     """
+    return load_tokenizer(_tokenizer_path(folder))
+
+
+def _tokenizer_path(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no tokenizer.json, so no text can be read; copy the model's own there"
         )
-    return load_tokenizer(path)
+    return path
 
 
 def _check_memory(folder: Path, wanted: int) -> None:
