@@ -559,6 +559,14 @@ def test_verify_sees_bits_that_an_import_rounded_away(tmp_path):
     assert len(huggingface.verify(folder, checkpoint)) > 20
     whole = huggingface.import_weights(folder, tmp_path / "wide", "fp64")
     assert huggingface.verify(folder, whole) == []
+    half = huggingface.export(whole, tmp_path / "half", "bfloat16")
+    problems = huggingface.verify(half, whole)
+    assert problems and all(", once rounded to bfloat16, are those of" in p for p in problems)
+    tensors = load_file(half / "model.safetensors")
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, half / "model.safetensors")
+    changed = [problem for problem in huggingface.verify(half, whole) if "lm_head" in problem]
+    assert "values differ from" in changed[0]
 
 
 # The command and runs.

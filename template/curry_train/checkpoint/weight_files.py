@@ -393,12 +393,15 @@ def unequal(folder: Path, stored: Tensor, item: Found) -> str | None:
             index = _index(source, Box((0,) * len(shape), shape))
             raw = as_ours(tensors.get_slice(source.key)[index], source).reshape(mine.shape)
             pairs.append((mine.to(raw.dtype), raw))
-        for ours, theirs in pairs:
-            differ = (_bits(ours) != _bits(theirs)).nonzero()
+        apart = [(_bits(ours) != _bits(theirs)).nonzero() for ours, theirs in pairs]
+        for (ours, theirs), differ in zip(pairs, apart, strict=True):
             if len(differ):
-                at = tuple(differ[0].tolist())
+                at, how = tuple(differ[0].tolist()), " differ from"
+                if not len(apart[-1]):
+                    dtype = str(pairs[-1][0].dtype).removeprefix("torch.")
+                    how = f", once rounded to {dtype}, are those of"
                 return (
-                    f"{len(differ)} of {ours.numel()} values differ from {source.key} in {path},"
+                    f"{len(differ)} of {ours.numel()} values{how} {source.key} in {path},"
                     f" first at {[*at]}: {ours[at].item()} here, {theirs[at].item()} there"
                 )
     return None
