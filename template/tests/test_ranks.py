@@ -18,7 +18,7 @@ from projects import (
     wait_for_step,
 )
 
-import curry_train.checkpoint.dcp
+import curry_train.checkpoint.storage
 import curry_train.step
 
 
@@ -95,8 +95,8 @@ def test_a_bug_while_saving_on_one_rank_shows_where(project, monkeypatch):
             raise KeyError("planted")
         return real(path, tensors)
 
-    real = curry_train.checkpoint.dcp.write_safetensors
-    monkeypatch.setattr(curry_train.checkpoint.dcp, "write_safetensors", planted)
+    real = curry_train.checkpoint.storage.write_safetensors
+    monkeypatch.setattr(curry_train.checkpoint.storage, "write_safetensors", planted)
     assert ended(ranks(project, "run.max_steps=1"), within=30) == [1, 1]
     both = output(project, 0) + output(project, 1)
     assert both.count("Traceback (most recent call last)") == 1 and "rank 1: " in both
