@@ -743,6 +743,21 @@ def test_worktrees_of_others_are_left_alone(repository, tmp_path):
     small_project.git(repository.top, "worktree", "remove", "--force", str(mine))
 
 
+def test_a_submodule_is_told(repository):
+    git, top = small_project.git, repository.top
+    main = git(top, "rev-parse", "main").strip()
+    git(top, "update-index", "--add", "--cacheinfo", f"160000,{main},vendor/part")
+    tree = git(top, "write-tree").strip()
+    git(top, "update-index", "--force-remove", "vendor/part")
+    commit = git(top, "commit-tree", tree, "-m", "with a submodule").strip()
+    found = ref_worktrees.Repository.of(repository.project)
+    assert found.submodules(found.state("head", commit)) == ["vendor/part"]
+    assert found.submodules(found.state("base", "main")) == []
+    states = {role: found.state(role, commit) for role in ("base", "head")}
+    told = validate_correctness.notes_on(found, states)
+    assert "submodules are empty in worktrees: vendor/part" in told
+
+
 def test_a_hook_of_git_and_its_variables_change_nothing(repository, tmp_path):
     hook = repository.top / ".git" / "hooks" / "post-checkout"
     hook.parent.mkdir(exist_ok=True)

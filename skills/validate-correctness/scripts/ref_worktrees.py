@@ -106,6 +106,11 @@ class Repository:
         cut = len(folder)
         return [name[cut:].removesuffix(".yaml") for name in names if name.endswith(".yaml")]
 
+    def submodules(self, state: State) -> list[str]:
+        """List the submodules of a state, whose folders are empty in a worktree."""
+        listed = git(self.project, "ls-tree", "-r", "--full-tree", state.commit).stdout.splitlines()
+        return [line.partition("\t")[2] for line in listed if line.startswith("160000 ")]
+
     def uncommitted(self) -> list[str]:
         """List the changed and new files of the project, without those of checks."""
         paths = ("--", ".", f":(exclude){OURS}")

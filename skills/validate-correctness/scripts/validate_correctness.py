@@ -189,6 +189,9 @@ def notes_on(repository: Repository, states: dict[str, State]) -> list[str]:
     notes = [f"base {base.ref} ({base.commit[:10]}), head {head.ref} ({head.commit[:10]})"]
     if base.tree == head.tree:
         notes[0] += ": the same files"
+    empty = sorted({name for state in states.values() for name in repository.submodules(state)})
+    if empty:
+        notes.append(f"submodules are empty in worktrees: {', '.join(empty[:3])}")
     changed = repository.uncommitted()
     if changed and head.ref != WORKTREE:
         some = f"{len(changed)} uncommitted files ({', '.join(changed[:3])})"
