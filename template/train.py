@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 def train(config: Config, argv: list[str]) -> int:
     """Run the training loop; returns the exit code of this rank."""
     # torch is first imported here, after prepare_environment has set what it reads.
-    from curry_train.checkpoint import CheckpointError
     from curry_train.checkpoint.training_state import Saver, begin
     from curry_train.data import open_corpus
     from curry_train.generate import write_sample
@@ -73,10 +72,8 @@ def train(config: Config, argv: list[str]) -> int:
                 break
 
         progress.close()
-        try:
-            saver.close()
-        except CheckpointError as error:  # only what aborts leaves a save to wait for
-            reason = f"{reason}; {error}"
+        if unsaved := saver.close():  # only what aborts leaves a save to wait for
+            reason = f"{reason}; {unsaved}"
         if status == "done":
             write_sample(runtime, run)
         code = 4 if status == "aborted" else 0

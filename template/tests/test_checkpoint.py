@@ -267,6 +267,8 @@ def test_without_verification_a_damaged_header_is_still_an_error(tmp_path):
         ({"tensors": {"w": {"dtype": "int8", "shape": [-1], "chunks": []}}}, "shape [-1]"),
         ({"tensors": {"w": {"dtype": "int8", "shape": [2], "chunks": []}}}, "no chunks hold"),
         ({"tensors": []}, "key tensors is []"),
+        ({"tokens": "9"}, "key tokens is '9', expected 0 or more"),
+        ({"metrics": [1.0]}, "key metrics is [1.0], expected dict"),
     ],
 )
 def test_an_invalid_manifest_names_the_file_and_the_key(tmp_path, changes, words):
@@ -274,6 +276,16 @@ def test_an_invalid_manifest_names_the_file_and_the_key(tmp_path, changes, words
     edit_manifest(path, **changes)
     for message in (problems_of(dcp.read_manifest, path), problems_of(load, path)):
         assert words in message and str(path / "manifest.json") in message
+    assert dcp.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("hash_", [{}, {"sha256": ""}, {"sha257": "0" * 64}])
+def test_a_manifest_without_its_own_hash_is_refused(tmp_path, hash_):
+    path = save(tmp_path, 1)
+    manifest = dcp.read_manifest(path)
+    del manifest["sha256"]
+    (path / disk.MANIFEST).write_text(json.dumps({**manifest, **hash_}))
+    assert "key sha256 is missing" in problems_of(dcp.read_manifest, path)
     assert dcp.latest(tmp_path) is None
 
 

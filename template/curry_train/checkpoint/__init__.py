@@ -57,6 +57,8 @@ _FIELDS = {
     "files": list,
     "tensors": dict,
 }
+_MORE_FIELDS = {"tokens": int, "loss_scale": list, "metrics": dict}
+"""Fields that not every checkpoint has."""
 
 
 class CheckpointError(Exception):
@@ -93,6 +95,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     problems = [f"{path}: {problem}" for problem in manifest_problems(manifest)]
+    if not problems and not manifest.get("sha256"):
+        problems = [f"{path}: key sha256 is missing: the manifest was damaged or edited"]
     if problems:
         raise CheckpointError(problems)
     return manifest
@@ -113,7 +117,8 @@ def manifest_problems(manifest: Any) -> Iterator[str]:
     except (TypeError, ValueError, RecursionError) as error:
         yield f"is not plain JSON: {error}"
         return
-    for key, kind in _FIELDS.items():
+    more = {key: kind for key, kind in _MORE_FIELDS.items() if key in manifest}
+    for key, kind in {**_FIELDS, **more}.items():
         value = manifest.get(key)
         if not (_is_count(value) if kind is int else type(value) is kind):
             expected = "0 or more" if kind is int else kind.__name__

@@ -108,10 +108,7 @@ def save(
         return final
 
     def write() -> list[dict[str, Any]]:
-        held = {
-            file: {key: parts[name].tensor for name, key in keys.items()}
-            for file, keys in plan.items()
-        }
+        held = {f: {key: parts[n].tensor for n, key in keys.items()} for f, keys in plan.items()}
         own = {rank_file(mesh.rank): rank_tensors} if rank_tensors else {}
         entries = write_files(temporary, {**held, **own})
         for name, content in files.items() if mesh.rank == 0 else ():

@@ -156,10 +156,14 @@ class Saver:
         if failed:
             raise failed
 
-    def close(self) -> None:
-        """Wait for the save that is under way. Raises: CheckpointError on every rank."""
-        if self._beside is not None:
-            self._beside.wait()
+    def close(self) -> str:
+        """Wait for the save that is under way; return why it failed, on every rank, or nothing."""
+        try:
+            if self._beside is not None:
+                self._beside.wait()
+        except dcp.CheckpointError as error:
+            return str(error)
+        return ""
 
 
 def save(
