@@ -498,6 +498,9 @@ def test_weights_alone_in_another_dtype(tmp_path, capsys):
     state = load_file(out / SHARD)
     assert state.keys() == {*WEIGHTS, "bias"} and state["bias"].dtype == torch.int64
     assert torch.equal(state[NORM], training_state(1)[NORM].bfloat16())
+    assert main(["diff", str(source), str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "tensors missing in B; --weights-only leaves them out" in said and "exp_avg" not in said
     _, rows = ask(capsys, "list", out)
     assert [(r["state"], r["holds"]) for r in rows["checkpoints"]] == [("complete", "weights")]
     model = {name: torch.zeros(shape) for name, shape in WEIGHTS.items()}

@@ -92,7 +92,9 @@ def check_flags(args: Any) -> None:
         for word in split(words):
             if not re.fullmatch(r"(parallel\.\w+|devices)=.+", word):
                 raise UsageError(
-                    f"{flag} {word}", "it takes parallel.KEY=VALUE and devices=N", "use --set"
+                    f"{flag} {word}",
+                    "it takes parallel.KEY=VALUE, such as parallel.tp=2, and devices=N",
+                    "other settings go to --set",
                 )
 
 

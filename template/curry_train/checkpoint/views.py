@@ -309,7 +309,12 @@ def _diff_lines(data: dict[str, Any], top: int) -> list[str]:
         layout = "" if field["counts"] else "  (of the layout)"
         lines.append(f"  {key}: A {first}, B {second}{layout}")
     for where, names in data["missing"].items():
-        lines += (f"  {name}: missing in {'A' if where == 'first' else 'B'}" for name in names)
+        side = "A" if where == "first" else "B"
+        moments = sum(name.startswith(OPTIMIZER) for name in names)
+        lines += (f"  {n}: missing in {side}" for n in names if not n.startswith(OPTIMIZER))
+        if moments:
+            hint = f"{moments} tensors missing in {side}; --weights-only leaves them out"
+            lines.append(f"  {OPTIMIZER}*: {hint}")
     lines += (f"  {name}: A {a}, B {b}" for name, (a, b) in data["kinds"].items())
     cells = [
         (
