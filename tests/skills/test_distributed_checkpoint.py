@@ -156,7 +156,7 @@ def test_damage_and_misfits_are_named_together(project, trained, tmp_path):
     ("words", "messages"),
     [
         ([], ["nothing to check", "--from parallel.tp=2"]),
-        (["--to", "optim.lr=1"], ["--to optim.lr=1", "use --set"]),
+        (["--to", "optim.lr=1"], ["--to optim.lr=1", "settings go to --set"]),
         (["--from", "parallel.tp=3"], ["layout-refused, --from", "num_attention_heads=4"]),
         (["--from", "parallel.tp=2", "--world", 2], ["--world without --checkpoint"]),
         (["--to", "devices=33"], ["--to makes 33 ranks; at most 32"]),

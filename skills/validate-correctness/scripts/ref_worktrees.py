@@ -85,7 +85,7 @@ class Repository:
             branches = git(self.project, "branch", "--all", form).stdout.split("\n")[:10]
             raise UsageError(
                 f"--{role} {ref} is no commit of this repository",
-                f"it takes a branch ({', '.join(filter(None, branches)) or 'there is none yet'}), "
+                f"it takes a branch ({', '.join(filter(None, branches)) or 'there is none yet: commit first'}), "
                 f"tag or commit{', or WORKTREE' if role == 'head' else ''}",
             )
         return done.stdout.strip()
