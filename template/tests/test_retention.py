@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -13,6 +12,7 @@ from test_checkpoint import load, meta, save, state
 
 from curry_train import checkpoint as disk
 from curry_train.checkpoint import dcp, retention
+from curry_train.checkpoint.convert import seal
 from curry_train.config import Config, RunConfig
 from curry_train.rules import problems
 
@@ -48,7 +48,7 @@ def test_each_rule_adds_what_it_keeps(tmp_path, rules, stay):
         folder.mkdir()
         scores = {} if loss is None else {"metrics": {"val/loss": loss}}
         manifest = {**meta(step), "format": 1, "step": step, "files": [], "tensors": {}, **scores}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        seal(folder, manifest)
     found = list(disk.complete_checkpoints(tmp_path))
     keep, keep_every, keep_best = rules
     kept = retention.kept(reversed(found), keep, keep_every, keep_best)
