@@ -133,14 +133,14 @@ def prepare(
     report.numbers["made"] = done = []
     if args.replace or not checkpoint.ready:
         weights = choose(checkpoint, args, sources.choose_weights, args.weights)
-        ask_first(call, config, weights)
+        ask_first(call, config, weights, checkpoint)
         make_checkpoint(call, config, weights, checkpoint)
         done.append("checkpoint")
         examine(checkpoint, corpus, verify=False)
     if args.replace or not corpus.ready:
         own = sources.RELEASED_TEXT if checkpoint.origin == "released" else None
         text = choose(corpus, args, sources.choose_text, args.text, usual=own)
-        ask_first(call, config, text)
+        ask_first(call, config, text, corpus)
         make_corpus(call, text, checkpoint, corpus)
         done.append("corpus")
 
@@ -184,7 +184,7 @@ def choose(
     return choice
 
 
-def ask_first(call: cli.Invocation, config: Any, choice: sources.Choice) -> None:
+def ask_first(call: cli.Invocation, config: Any, choice: sources.Choice, part: Part) -> None:
     """Say sizes, and refuse what is large without --yes or does not fit on the disk."""
     from curry_train.models.protocol import count_parameters, meta_model
 
@@ -199,7 +199,8 @@ def ask_first(call: cli.Invocation, config: Any, choice: sources.Choice) -> None
         raise UsageError(
             f"{call.args.model}: {sizes}", "so much takes your word", "set --yes or --stand-in"
         )
-    call.expect(None, f"then {sizes}")
+    large = max(fetch, write) > 5e7
+    call.expect(None, f"then the {NAMES[part.id]}{f', {sizes}' if large else ''}")
 
 
 def make_checkpoint(call: cli.Invocation, config: Any, choice: sources.Choice, part: Part) -> None:
@@ -261,7 +262,8 @@ def tell(call: cli.Invocation, report: Report, config: Any, checkpoint: Part, co
     words = overrides(config, checkpoint.manifest["model"]) if checkpoint.ready else []
     labels = [f"STAND-IN {' and '.join(stands)}"] if stands else []
     labels += [f"{' and '.join(unknown)} of unknown origin"] if unknown else []
-    what = "values are random or the text ours" if stands else f"no {RECORD} describes it"
+    why = {"checkpoint": "values are random", "corpus": "the text is ours"}
+    what = ", ".join(why[name] for name in stands) or f"no {RECORD} describes it"
     what = f"sizes are not those of {name}" if words else what
     if labels:
         report.check("inputs-origin", "skipped", message=f"{', '.join(labels)}: {what}")

@@ -83,9 +83,10 @@ class Repository:
         if done.returncode or ref.startswith("-"):
             form = "--format=%(refname:short)"
             branches = git(self.project, "branch", "--all", form).stdout.split("\n")[:10]
+            names = ", ".join(filter(None, branches)) or "there is none yet: commit first"
             raise UsageError(
                 f"--{role} {ref} is no commit of this repository",
-                f"it takes a branch ({', '.join(filter(None, branches)) or 'there is none yet: commit first'}), "
+                f"it takes a branch ({names}), "
                 f"tag or commit{', or WORKTREE' if role == 'head' else ''}",
             )
         return done.stdout.strip()
