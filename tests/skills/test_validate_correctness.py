@@ -584,6 +584,11 @@ def test_data_that_git_ignores_is_found_in_the_users_folder(repository, tmp_path
     assert failed(checks) == set() and report["verdict"] == "pass"
     _, report, checks = validated(repository, base="private", head="private", cwd=tmp_path)
     assert failed(checks) == set() and report["verdict"] == "pass", "a path of a file of configs"
+    done, _, _ = validated(repository, *words, head="refactor", cwd=tmp_path)
+    assert done.stderr.count("taken from") == 3
+    (repository.project / "private.txt").write_text(small_project.TEXT + " 2.5")
+    done, report, _ = validated(repository, *words, head="refactor", cwd=tmp_path)
+    assert "taken from" not in done.stderr and report["verdict"] == "pass", "its text has changed"
     words = ["--set", "data.input=absent.txt"]
     done, report, _ = validated(repository, *words, head="refactor", cwd=tmp_path)
     assert done.returncode == 2 and report is None and "absent.txt: no such file" in done.stderr

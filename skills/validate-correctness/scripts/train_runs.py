@@ -60,7 +60,22 @@ def key_of(name: str, state: State, words: Sequence[str]) -> str:
     packages = {package: version(package) for package in ("torch", "triton", "numpy")}
     places = {variable: os.environ.get(variable) for variable in DECIDING}
     about = [name, state.tree, list(words), sys.executable, packages, places, platform.node()]
+    about.append(stamps(words))
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def stamps(words: Sequence[str]) -> list[list[Any]]:
+    """List path, size and time of the files that absolute paths in words name: git has them not."""
+    named = [word.partition("=") for word in words]
+    paths = [Path(value) for key, _, value in named if key != "data.cache_dir"]
+    files = [
+        file
+        for path in paths
+        if path.is_absolute()
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+        if file.is_file()
+    ]
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def version(package: str) -> str:
@@ -101,11 +116,11 @@ def probe_once(
     for place in places:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             told = json.loads((place / name).read_text(encoding="utf-8"))
-            if told["key"] == key:
+            if told["key"] == key and told["stamps"] == stamps(told["moved"]):
                 return told
     answer = probe(folder, project, words)
     if not isinstance(answer, str):
-        answer["key"] = key
+        answer |= {"key": key, "stamps": stamps(answer["moved"])}
         write_json(out / name, answer)
     return answer
 
