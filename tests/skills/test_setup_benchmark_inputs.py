@@ -260,6 +260,20 @@ def test_released_inputs_come_from_the_hub_and_a_broken_download_continues(
     assert "cannot be had now" in call(project, "prepare", "tiny_spiking", code=2, **away)
 
 
+def test_a_text_too_short_to_train_on_and_a_place_that_is_no_folder_are_refused(
+    prepared, project, tmp_path
+):
+    (tmp_path / "short.txt").write_text("hello")
+    words = ["--text", tmp_path / "short.txt", "--replace"]
+    text = call(project, "prepare", "tiny_moe", *words, code=2)
+    assert "gives 6 tokens to train on" in text and "data.seq_len=128" in text
+    call(project, "status", "tiny_moe")
+    assert not list(project.glob("workspace/**/.*new*")), "what was there stays, and no more"
+    (other := copy_of(project, tmp_path / "other")).joinpath("workspace").write_text("")
+    text = call(other, "prepare", "tiny_moe", code=2)
+    assert "workspace cannot be written: File exists" in text and "raised" not in text
+
+
 def test_names_and_flags_that_cannot_be_are_refused(project):
     assert "did you mean tiny_moe" in call(project, "status", "tiny-moe", code=2)
     assert "known are" in call(project, "status", "zzz", code=2)

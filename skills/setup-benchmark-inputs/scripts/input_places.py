@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kit.errors import UsageError
+
 MANIFEST, RECORD, TOKENIZER = "manifest.json", "inputs.json", "tokenizer.json"
 HASHED_BYTES = 512 * 2**20
 """Parts up to this size are hashed at every look; larger ones when a file's time has changed."""
@@ -153,8 +155,12 @@ def install(new: Path, part: Part, origin: str, source: str, **more: Any) -> Non
 def locked(project: Path) -> Iterator[None]:
     """Let one call at a time write; the lock ends with its process."""
     path = project / "workspace" / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

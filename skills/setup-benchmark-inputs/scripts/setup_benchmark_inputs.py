@@ -30,7 +30,7 @@ if not (KIT_HOME / "kit" / "cli.py").is_file():
 sys.path.insert(0, str(KIT_HOME))
 
 import input_sources as sources  # noqa: E402
-from input_places import RECORD, TOKENIZER, Part, install, locked, look, parts_of  # noqa: E402
+from input_places import RECORD, TOKENIZER, Part, install, listed, locked, look, parts_of  # noqa: E402
 
 from kit import cli, layouts  # noqa: E402
 from kit.errors import UsageError  # noqa: E402
@@ -141,7 +141,7 @@ def prepare(
         own = sources.RELEASED_TEXT if checkpoint.origin == "released" else None
         text = choose(corpus, args, sources.choose_text, args.text, usual=own)
         ask_first(call, config, text, corpus)
-        make_corpus(call, text, checkpoint, corpus)
+        make_corpus(call, config, text, checkpoint, corpus)
         done.append("corpus")
 
 
@@ -220,7 +220,9 @@ def make_checkpoint(call: cli.Invocation, config: Any, choice: sources.Choice, p
     shutil.rmtree(root, ignore_errors=True)
 
 
-def make_corpus(call: cli.Invocation, choice: sources.Choice, checkpoint: Part, part: Part) -> None:
+def make_corpus(
+    call: cli.Invocation, config: Any, choice: sources.Choice, checkpoint: Part, part: Part
+) -> None:
     """Build the corpus by the checkpoint's tokenizer beside its place and move it there."""
     own = checkpoint.folder / TOKENIZER
     vocab = checkpoint.manifest["model"]["vocab_size"]
@@ -232,6 +234,15 @@ def make_corpus(call: cli.Invocation, choice: sources.Choice, checkpoint: Part, 
         )
     new = part.folder.with_name(f".{part.folder.name}.new")
     sources.write_corpus(choice, str(own) if own.is_file() else "byte", new)
+    manifest, _ = listed(Part(part.id, new, part.record_path))
+    tokens, window = manifest["splits"]["train"]["tokens"], config.data.seq_len
+    if tokens <= window:
+        shutil.rmtree(new)
+        raise UsageError(
+            f"{choice.source} gives {tokens} tokens to train on, fewer than one sample",
+            f"a sample is data.seq_len={window}",
+            "give more by --text PATH",
+        )
     install(new, part, choice.origin, choice.source, model=call.args.model)
     shutil.rmtree(new.with_name(f".{new.name}.partial"), ignore_errors=True)  # of a killed call
     new.with_name(f".{new.name}.lock").unlink(missing_ok=True)
