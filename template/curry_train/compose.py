@@ -170,6 +170,7 @@ def _near(key: str, names: list[str]) -> list[str]:
         return max(whole, 0.95 * last)
 
     key = key.replace("-", "_").replace("/", ".")
+    key = key.replace("checkpoint", "save").replace("ckpt", "save")  # as others call it
     scores = {name: likeness(name) for name in names}
     best = max(scores.values())
     return [n for n in names if best >= 0.65 and scores[n] > best - 0.05][:3]

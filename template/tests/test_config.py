@@ -184,6 +184,7 @@ def test_environment_variables_can_be_named(monkeypatch):
         (["optim.lrr=1"], "optim.lrr=1: no such setting; did you mean optim.lr=1?"),
         (["lr=1"], "did you mean optim.lr=1?"),
         (["train.max_steps=9"], "did you mean run.max_steps=9?"),
+        (["run.checkpoint_every=9"], "did you mean run.save_every=9?"),
         (["optim.max_step=9"], "did you mean run.max_steps=9?"),
         (["batch_size=4"], "data.global_batch_size=4"),
         (["modle=tiny_moe"], "did you mean model=tiny_moe?"),
