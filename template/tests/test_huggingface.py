@@ -502,6 +502,17 @@ def test_an_exported_run_gives_the_logits_of_the_run(precision, bound, tmp_path,
     assert gap < bound
 
 
+def test_a_damaged_checkpoint_is_not_exported(folders, tmp_path):
+    checkpoint = huggingface.import_weights(folders("Llama"), tmp_path / "in")
+    tensors = checkpoint / "tensors-00000.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-5] ^= 1
+    tensors.write_bytes(data)
+    message = problems_of(huggingface.export, checkpoint, tmp_path / "out")
+    assert f"{tensors} does not have the sha256 of the manifest" in message
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "[1]", "null"])
 def test_settings_of_a_tokenizer_that_nobody_can_read_are_written_anew(text, copy, tmp_path):
     folder = copy("Llama")

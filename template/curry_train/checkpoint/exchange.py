@@ -9,7 +9,9 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from curry_train.checkpoint import (
     MANIFEST,
     CheckpointError,
+    file_problem,
     folder_name,
     read_manifest,
     weight_files,
@@ -116,6 +119,10 @@ def _dtypes_of(found: Mapping[str, list[weight_files.Found]]) -> dict[str, Any]:
 def export(checkpoint: Path, out: Path, dtype: str, max_shard_bytes: int, told: Told) -> Path:
     """Write a checkpoint as a folder that transformers loads; see huggingface.export."""
     manifest = read_manifest(checkpoint)
+    with ThreadPoolExecutor(4) as pool:
+        looking = partial(file_problem, checkpoint, verify=True)
+        if damaged := [*filter(None, pool.map(looking, manifest["files"]))]:
+            raise CheckpointError(damaged)
     weights = _weights(manifest)
     dtypes = _file_dtypes(manifest, weights, dtype)
     common = Counter(dtypes.values()).most_common(1)[0][0]
