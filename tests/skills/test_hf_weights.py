@@ -117,6 +117,14 @@ def test_a_second_import_changes_nothing_and_another_model_is_not_overwritten(
     report, _ = run(project, "import", published, "--no-logits", cwd=tmp_path)
     assert report["verdict"] == "pass" and " is " in report["summary"]
     assert {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()} == before
+    # of a checkpoint that was there nothing is told but what was compared
+    tensors = bytearray((copied / "model.safetensors").read_bytes())
+    tensors[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(tensors)
+    words = [copied, checkpoint.parent, "--name", "pairs_0_1b", "--no-logits"]
+    report, checks = run(project, "import", *words, cwd=tmp_path)
+    assert report["verdict"] == checks["roundtrip-differs"]["verdict"] == "fail"
+    assert checks["weights-missing"]["verdict"] == "skipped"
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     words = ["import", copied, tmp_path / "other", "--name", "pairs_0_1b", "--project", project]
