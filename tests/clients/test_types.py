@@ -45,5 +45,6 @@ def test_the_types_hold(client):
 
 def test_the_checker_finds_a_wrong_type(client, tmp_path):
     (tmp_path / "wrong.py").write_text('number: int = "text"\n')
+    (tmp_path / "pyrightconfig.json").write_text("{}")  # none of a folder above
     done = client("pyright").run("--outputjson", "wrong.py", cwd=tmp_path)
     assert json.loads(done.stdout)["summary"]["errorCount"] == 1
