@@ -31,6 +31,7 @@ from curry_train.tracking.journal import Journal, read_journal
 def start(beside: AsyncSave, root: Path, step: int, tensors: Any, **changes: Any) -> None:
     arguments = {
         "committed": lambda path, copied: None,
+        "failed": lambda error: None,
         "rank_tensors": {"rng.torch": torch.get_rng_state()},
         "meta": meta(8 * step),
         "files": {"tokenizer.json": b"{}"},
@@ -182,7 +183,9 @@ def tensors_of(trained: Any) -> dict[str, torch.Tensor]:
     return {n: value.tensor if isinstance(value, Part) else value for n, value in held}
 
 
-def test_a_run_that_ends_by_a_failed_save_saves_its_last_step_all_the_same(tmp_path, monkeypatch):
+def test_a_run_that_ends_by_a_failed_save_saves_its_last_step_all_the_same(
+    tmp_path, monkeypatch, capsys
+):
     trained, run = runtime(True), run_of(tmp_path)
     saver, real = Saver(trained, run), dcp.save
     train_step(trained)
@@ -195,6 +198,9 @@ def test_a_run_that_ends_by_a_failed_save_saves_its_last_step_all_the_same(tmp_p
     monkeypatch.setattr(dcp, "save", full)
     saver.save({}, last=False)
     assert saver.close() == "the save of step 1 failed: the disk is full"
+    told = {"step": 1, "what": "checkpoint failed", "error": "the disk is full"}
+    assert run.events[-1] == ("anomaly", told), "told at once, not at the next save"
+    assert "step 1 failed, the run ends at its next save" in capsys.readouterr().out
     for last in (False, True):
         step = trained.step
         saver.save({}, last=False)

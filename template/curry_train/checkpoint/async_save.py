@@ -104,13 +104,15 @@ class AsyncSave:
         tensors: Mapping[str, Tensor | Part],
         rank_tensors: Mapping[str, Tensor],
         committed: Callable[[Path, float], None],
+        failed: Callable[[Exception], None],
         **options: Any,
     ) -> None:
         """Copy the tensors and return; dcp.save(root, ...) goes on with the copies.
 
         The caller has waited for the save before. committed: called in the thread once the
         checkpoint stands, with its path and the time.monotonic() at which the copies were whole.
-        options: the other arguments of dcp.save but mesh.
+        failed: called there with what ended the save instead, which wait() then raises. options:
+        the other arguments of dcp.save but mesh.
         """
         if self._pending is not None:
             raise ValueError("a save is still pending; call wait() before the next start()")
@@ -118,9 +120,13 @@ class AsyncSave:
         copied = time.monotonic()
 
         def write() -> None:
-            mesh = self._own_mesh
-            path = dcp.save(root, step=step, tensors=shared, rank_tensors=own, mesh=mesh, **options)
-            committed(path, copied)
+            held = {"tensors": shared, "rank_tensors": own}
+            try:
+                path = dcp.save(root, step=step, mesh=self._own_mesh, **held, **options)
+                committed(path, copied)
+            except Exception as error:
+                failed(error)
+                raise
 
         self.step = step
         self._pending = self._thread.submit(write)

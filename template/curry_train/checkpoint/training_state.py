@@ -198,8 +198,13 @@ def save(
             blocked=waited + (copied or now) - start,
         )
 
+    def failed(error: Exception) -> None:
+        if runtime.mesh.rank == 0:
+            run.event("anomaly", step=step, what="checkpoint failed", error=str(error))
+            tell(f"the checkpoint of step {step} failed, the run ends at its next save: {error}")
+
     if beside is not None:
-        beside.start(root, **arguments, committed=committed)
+        beside.start(root, **arguments, committed=committed, failed=failed)
     else:
         committed(dcp.save(root, **arguments, mesh=runtime.mesh))
     return root / folder_name(step)
