@@ -668,3 +668,12 @@ def test_a_run_of_another_model_is_refused_with_every_difference(folders):
     for key, value in {"hidden_size": 32, "vocab_size": 99, "num_hidden_layers": 3}.items():
         assert f"set model.{key}={value}" in told
     assert "moe_backend" not in told and "router_aux_loss_coef" not in told
+    assert "safetensors" not in told
+
+
+def test_a_folder_without_weights_is_refused_before_a_run(folders, tmp_path):
+    shutil.copy(folders("Qwen3Moe") / "config.json", tmp_path)
+    model, _, _ = read_model(tmp_path)
+    assert huggingface.initial_problems(tmp_path, model) == [
+        "has no *.safetensors beside config.json; give weights"
+    ]

@@ -52,11 +52,14 @@ def is_hugging_face(folder: Path) -> bool:
 def initial_problems(folder: Path, model: Any) -> list[str]:
     """Say why a run with this `model` group cannot start from the weights of a folder.
 
-    Opens config.json, or the manifest of a checkpoint, alone.
+    Opens config.json, or the manifest of a checkpoint, alone; whether all weights are there and
+    fit is told when they are read.
     """
     try:
         if is_hugging_face(folder):
-            return differences(folder, read_model(folder)[0], model)
+            weights = any(folder.glob("*.safetensors"))
+            absent = [] if weights else ["has no *.safetensors beside config.json; give weights"]
+            return [*absent, *differences(folder, read_model(folder)[0], model)]
         if not (folder / MANIFEST).is_file():
             found = latest(folder / "checkpoints") or latest(folder)
             known = "give a folder step-XXXXXXXX, or one of Hugging Face with its config.json"
