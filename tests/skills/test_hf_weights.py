@@ -172,6 +172,8 @@ def test_an_export_gives_the_published_bits_back_and_transformers_computes_the_s
     report, checks = run(project, "export", imported[2], tmp_path / "out", cwd=tmp_path)
     assert checks["roundtrip-differs"]["verdict"] == checks["logits-differ"]["verdict"] == "pass"
     assert 0 <= checks["logits-differ"]["value"] < 1e-5
+    assert checks["logits-differ-fp64"]["verdict"] == "pass"
+    assert 0 <= checks["logits-differ-fp64"]["value"] < 1e-12
     assert report["numbers"]["logits"]["logit"] > 1.0
     theirs, ours = (_header(f / "model.safetensors") for f in (published, tmp_path / "out"))
     assert theirs[2].keys() == ours[2].keys()
@@ -189,6 +191,7 @@ def test_a_model_that_computes_something_else_shows_in_the_logits(imported, proj
     )
     report, checks = run(other, "export", imported[2], tmp_path / "out", cwd=tmp_path)
     assert checks["logits-differ"]["verdict"] == "fail", report
+    assert checks["logits-differ-fp64"]["verdict"] == "fail", report
     assert checks["roundtrip-differs"]["verdict"] == "pass"
 
 

@@ -14,6 +14,7 @@ import torch
 from tensor_rules import read_json
 
 from kit import layouts
+from kit.transformers_float64 import in_float64
 
 MESHES = {
     "pp1 ep1": {"dp_shard": 2},
@@ -177,7 +178,7 @@ def compare(port: Port) -> dict[str, Any]:
     seen: dict[str, dict[str, Any]] = {"ours": {}, "theirs": {}}
     watch(ours, seen["ours"])
     watch(theirs, seen["theirs"])
-    with tiny_models.float64(type(theirs)):
+    with in_float64(type(theirs)):
         wanted = theirs(input_ids=ids, use_cache=False).logits
         upstream = torch.randn(wanted.shape, generator=generator, dtype=wanted.dtype)
         (wanted * upstream).sum().backward()
@@ -330,7 +331,7 @@ def same_text(port: Port, thresholds: dict[str, float], names: list[str]) -> Fin
 def greedy(model: Any) -> list[list[int]]:
     """Return what a model of transformers continues each of PROMPTS with."""
     out = []
-    with tiny_models.float64(type(model)), torch.no_grad():
+    with in_float64(type(model)), torch.no_grad():
         for prompt in PROMPTS:
             ids = list(prompt)
             for _ in range(TOKENS):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kit.errors import UsageError
+from kit.transformers_float64 import in_float64
 
 LENGTH, VOCAB, LAYERS, EXPERTS = 24, 257, 2, 8
 SIZES = {
@@ -77,36 +75,6 @@ def _shorten(out: dict[str, Any], rope: dict[str, Any]) -> None:
             out["original_max_position_embeddings"] = ORIGINAL
 
 
-class Float64Torch:
-    """torch, in which float32 is float64."""
-
-    float = float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextlib.contextmanager
-def float64(model_class: type) -> Iterator[None]:
-    """Let transformers take norms, angles and router scores in float64 too.
-
-    Its files ask for float32 there even in a float64 model, and gradients would then agree to 6e-6
-    only, as much as a small mistake may cost.
-    """
-    rope = importlib.import_module("transformers.modeling_rope_utils")
-    modules: list[Any] = [rope, sys.modules[model_class.__module__]]
-    kept, real = [module.torch for module in modules], torch.Tensor.float
-    for module in modules:
-        module.torch = Float64Torch()
-    torch.Tensor.float = torch.Tensor.double
-    try:
-        yield
-    finally:
-        torch.Tensor.float = real
-        for module, original in zip(modules, kept, strict=True):
-            module.torch = original
-
-
 def settings_of(raw: Mapping[str, Any]) -> Any:
     """Return the transformers configuration of a config.json, with its plain code paths."""
     import transformers
@@ -143,7 +111,7 @@ def meta_parameters(raw: Mapping[str, Any], architecture: str) -> int:
 def random_model(raw: Mapping[str, Any], architecture: str, seed: int = 0) -> Any:
     """Return transformers' model in float64 with values that make every path matter."""
     model_class = class_of(architecture)
-    with float64(model_class):
+    with in_float64(model_class):
         model = model_class(settings_of(raw)).double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

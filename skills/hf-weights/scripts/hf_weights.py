@@ -39,6 +39,7 @@ from kit.user_code import user_code  # noqa: E402
 SKILL = "hf-weights"
 THRESHOLDS = {
     "logits-differ": 1e-4,  # of the largest logit, float32
+    "logits-differ-fp64": 1e-9,  # of the largest logit, float64
     "sanity-loss": 0.95,  # loss over the unigram entropy of the text; trained weights stay below
 }
 VERBS = {"import": 1, "export": 2, "verify": 2}
@@ -186,7 +187,7 @@ def take(call: cli.Invocation, report: Report) -> None:
     report.check("weights-misshaped", verdict, message="all shapes are those of config.json")
     sanity(call, report, path)
     if not args.no_logits:
-        compare_logits(report, folder, THRESHOLDS["logits-differ"], checkpoint=path)
+        compare_logits(report, folder, THRESHOLDS, checkpoint=path)
     facts(report, path)
     report.artifacts += [str(path), str(yaml)]
     report.summary = f"{folder.name} {'is' if there else 'is now'} {cli.shown(path)}"
@@ -269,7 +270,7 @@ def give(call: cli.Invocation, report: Report) -> None:
     huggingface.export(checkpoint, out, args.dtype)
     same_bits(report, out, checkpoint, rounded="" if args.dtype == "auto" else args.dtype)
     if not args.no_logits:
-        compare_logits(report, out, THRESHOLDS["logits-differ"])
+        compare_logits(report, out, THRESHOLDS)
     facts(report, checkpoint)
     report.artifacts.append(str(out))
     report.summary = f"{cli.shown(checkpoint)} is now {cli.shown(out)}"

@@ -129,6 +129,7 @@ CHECK_IDS = {
     "inputs-corpus": "the benchmark's corpus is there and whole",
     "inputs-origin": "the inputs are the model's own, not stand-ins",
     "logits-differ": "largest difference to the logits of transformers, over the largest logit",
+    "logits-differ-fp64": "logits-differ in float64, transformers' float32 parts included",
     "roundtrip-differs": "a folder and a checkpoint hold the same bits",
     "sanity-loss": "loss on a known text over its unigram entropy",
     "weights-missing": "every tensor of the model is in the files",
