@@ -31,7 +31,6 @@ from curry_train.tracking.journal import Journal, read_journal
 def start(beside: AsyncSave, root: Path, step: int, tensors: Any, **changes: Any) -> None:
     arguments = {
         "committed": lambda path, copied: None,
-        "failed": lambda error: None,
         "rank_tensors": {"rng.torch": torch.get_rng_state()},
         "meta": meta(8 * step),
         "files": {"tokenizer.json": b"{}"},

@@ -104,7 +104,7 @@ class AsyncSave:
         tensors: Mapping[str, Tensor | Part],
         rank_tensors: Mapping[str, Tensor],
         committed: Callable[[Path, float], None],
-        failed: Callable[[Exception], None],
+        failed: Callable[[Exception], None] = lambda _: None,
         **options: Any,
     ) -> None:
         """Copy the tensors and return; dcp.save(root, ...) goes on with the copies.
