@@ -74,7 +74,7 @@ def transformers_logits(folder: Path, precision: str, vocab_size: int) -> tuple[
     with contextlib.suppress(AttributeError):
         transformers.utils.logging.disable_progress_bar()
     settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     double = precision == "float64"
     # transformers' grouped product of experts takes no float64.
     options = {"experts_implementation": "eager"} if double else {}
