@@ -57,8 +57,8 @@ def _is_tensor(value: Any) -> bool:
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip(value._fields, value, strict=True)
+    elif isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        yield from zip(names, value, strict=True)
     elif isinstance(value, (list, tuple)):
         yield from enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -90,10 +90,10 @@ class Marks:
             same = index.dim() == scores.dim() and index.shape[:-1] == scores.shape[:-1]
             return (scores, index[..., 0]) if same else None
         if name == "__getitem__" and isinstance(args[1], tuple) and scores.dim() == 2:
-            rows, labels = (*args[1], None)[:2]
-            both = hasattr(rows, "dim") and hasattr(labels, "dim")
-            if both and len(args[1]) == 2 and rows.dim() == labels.dim() == 1:
-                return scores[rows], labels
+            index: Any = args[1]
+            vectors = all(hasattr(part, "dim") and part.dim() == 1 for part in index)
+            if len(index) == 2 and vectors:
+                return scores[index[0]], index[1]
         return None
 
     def difference(self, args: Any) -> tuple[Any, Any] | None:
