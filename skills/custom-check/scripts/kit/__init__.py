@@ -3,6 +3,8 @@
 cli          flags, the order of a run, exit codes
 interpreter  re-execution under a python that has torch
 target       a project through its seam, or FILE.py:FUNCTION, as one small object
+foreign      builds the target of FILE.py:FUNCTION; adapters, hf_trainer, lightning_module and
+             lightning_trainer (with joined_optimizer) turn what it returns into one form
 user_code    imports and calls code that is not ours; errors name its last frame
 batches      move a batch of any shape, count its targets
 state        everything a check may change is put back, bit for bit

@@ -54,3 +54,11 @@ def tensors(value: Any) -> Iterator[Any]:
             yield from tensors(item)
     elif hasattr(value, "shape") and hasattr(value, "dim"):
         yield value
+
+
+def device_of(model: Any) -> Any:
+    """Name the device of a model's first parameter, or the CPU when it has none."""
+    import torch
+
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device

@@ -38,12 +38,12 @@ class Invocation:
     job: job.Job
     target: target.Target | None = None
 
-    def load_target(self) -> target.Target:
-        """Build the target that the flags name."""
+    def load_target(self, probe: bool = True) -> target.Target:
+        """Build the target that the flags name; without `probe` its loss may raise, see there."""
         a = self.args
         sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
         self.target = target.load_target(
-            self.project, a.target, overrides=a.set, seed=a.seed, device=a.device
+            self.project, a.target, overrides=a.set, seed=a.seed, device=a.device, probe=probe
         )
         torch = sys.modules["torch"]
         job.say(f"python: {sys.executable}, torch {torch.__version__}, device {self.target.device}")
@@ -116,7 +116,8 @@ def build_parser(
     common.add_argument(
         "--target",
         metavar="FILE.py:FUNCTION",
-        help="check other code: the function returns (model, batches, loss_fn[, optimizer])",
+        help="check other code: the function returns (model, batches, loss_fn[, optimizer]), a "
+        "dict of such parts, a transformers Trainer or (LightningModule, dataloader)",
     )
     common.add_argument(
         "--set",

@@ -43,9 +43,17 @@ def parse_spec(spec: str, *, flag: str) -> tuple[Path, str]:
     return path, function
 
 
-def load_function(spec: str, *, flag: str, project: Path) -> Callable[..., Any]:
-    """Import FILE.py (its folder and the project on the path) and return FUNCTION."""
+def load_function(spec: str, *, flag: str, project: Path, anew: bool = False) -> Callable[..., Any]:
+    """Import FILE.py (its folder and the project on the path) and return FUNCTION.
+
+    With `anew` the file runs again, also when it was imported before.
+    """
     path, name = parse_spec(spec, flag=flag)
+    if anew:
+        for known in [
+            n for n, m in sys.modules.items() if getattr(m, "__file__", None) == str(path)
+        ]:
+            del sys.modules[known]
     with user_code(f"importing {path.name}"):
         module = _import_file(path, project)
     function = getattr(module, name, None)
