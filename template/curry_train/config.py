@@ -13,31 +13,12 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from importlib import import_module
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from curry_train.bounds import BpeSize, Count, Decay, Natural, NonNegative, Positive, Seed, Share
 from curry_train.models import MODELS
-
-
-class Bound(NamedTuple):
-    """What a number must keep, in words and as a test."""
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-Natural = Annotated[int, Bound("of at least 0", lambda n: n >= 0)]
-Count = Annotated[int, Bound("of at least 1", lambda n: n >= 1)]
-NonNegative = Annotated[float, Bound("of at least 0", lambda x: x >= 0)]
-Positive = Annotated[float, Bound("above 0", lambda x: x > 0)]
-Decay = Annotated[float, Bound("of at least 0 and below 1", lambda x: 0 <= x < 1)]
-Share = Annotated[float, Bound("above 0 and below 1", lambda x: 0 < x < 1)]
-# 256 bytes and the end of a document
-BpeSize = Annotated[int, Bound("of at least 257", lambda n: n >= 257)]
-# What NumPy takes
-Seed = Annotated[int, Bound("of at least 0 and below 2**32", lambda n: 0 <= n < 2**32)]
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -164,6 +145,14 @@ class ModelConfig:
     """Weight of the router z-loss."""
     router_aux_loss_scope: str = "sequence"
     """Tokens one balance loss looks at: sequence or micro_batch."""
+    attention: str = "standard"
+    """standard, or NAME of `attention.NAME` in curry_train.layers.VARIANTS; so the next three."""
+    mlp: str = "standard"
+    """Dense feed-forward and shared expert: standard (SwiGLU) or a variant."""
+    router: str = "standard"
+    """standard (TopKRouter) or a variant."""
+    norm: str = "standard"
+    """Norms of the residual stream: standard (RMSNorm) or a variant."""
     moe_backend: Literal["auto", "triton", "grouped_mm", "sorted", "reference"] = "auto"
     """What multiplies the experts; `python -m curry_train.kernels.report` says what auto takes."""
 

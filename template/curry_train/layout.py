@@ -6,6 +6,7 @@ from functools import cached_property
 
 from curry_train.activations import block_bytes, head_bytes, mask_bytes, selective_bytes
 from curry_train.config import Config, ModelConfig, resolve_micro_batch
+from curry_train.layers.variants import chosen
 from curry_train.parallel import dims
 from curry_train.parallel.activation_checkpoint import kind_of
 from curry_train.sizes import Held, Weight, block_costs, built_weights, held, held_of, is_dense
@@ -31,20 +32,21 @@ class Layout:
         self.tokens = self.samples * config.data.seq_len // self.dims.cp
         self.compute = COMPUTE_BYTES[config.precision]
         self.wide = max(self.compute, 4)
-        self.known = isinstance(config.model, ModelConfig)
+        self.decoder = isinstance(config.model, ModelConfig)
+        self.known = self.decoder and not chosen(config.model)
         self._held: dict[str | int | bool, Held] = {}
         self._kept: dict[tuple[str | int | bool, str], float] = {}
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        if not self.known:
+        if not self.decoder:
             return (1.0,) * max(1, sum(isinstance(part, int) for part in self.built))
         return block_costs(self.model, self.config.data.seq_len)
 
     @cached_property
     def split(self) -> list[range]:
         """The blocks of every pipeline stage, in model order."""
-        head = 6.0 * self.model.vocab_size * self.model.hidden_size if self.known else 0.0
+        head = 6.0 * self.model.vocab_size * self.model.hidden_size if self.decoder else 0.0
         return stage_blocks(self.parallel, self.costs, head)
 
     def stages_of(self, index: int) -> list[int]:

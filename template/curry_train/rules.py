@@ -27,6 +27,7 @@ from curry_train.config import (
     known_settings,
 )
 from curry_train.data import DATASETS, vocab_size_of
+from curry_train.layers import variants
 from curry_train.model_rules import MODEL_RULES, Refusals, shown
 from curry_train.parallel import dims as layout
 
@@ -57,6 +58,7 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     rules.append(_retention(config.run))
     if model is ModelConfig:
         rules += [rule(config.model) for rule in MODEL_RULES]
+        rules.append(variants.refusals(config, world))
     refused = [f"{key}={shown(value_of(config, key))}: {why}" for key, why in chain(*rules)]
     if model is not ModelConfig and not any(key.startswith("model.") for key in wrong):
         # The Config of another model class may bring rules of its own.

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from curry_train.config import Config, ModelConfig
+from curry_train.layers.variants import chosen
 from curry_train.parallel.dims import VOCAB_MULTIPLE
 
 
@@ -129,7 +130,7 @@ def flops_per_token(model: Any, seq_len: int) -> float | None:
     window w of S tokens w * (1 - w / 2S). Source: Kaplan et al. 2020, section 2.1, with the
     attention term of Chowdhery et al. 2022, appendix B, halved.
     """
-    if not isinstance(model, ModelConfig):
+    if not isinstance(model, ModelConfig) or chosen(model):
         return None
     return sum(block_costs(model, seq_len)) + 6.0 * (model.vocab_size + 1) * model.hidden_size
 
@@ -204,6 +205,22 @@ def built_weights(config: Config) -> dict[str | int, list[Weight]]:
     found: dict[str | int, list[Weight]] = {"embedding": [], "head": [], 0: []}
     for name, parameter in build_model(config, "meta").named_parameters():
         block = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-        part = int(block[1]) if block else "embedding"
-        found.setdefault(part, []).append(Weight(tuple(parameter.shape)))
+        end = "head" if name.startswith(("lm_head.", "model.norm.")) else "embedding"
+        weight = Weight(tuple(parameter.shape), split_of(name))
+        found.setdefault(int(block[1]) if block else end, []).append(weight)
+    if getattr(config.model, "tie_word_embeddings", False) and config.parallel.pp > 1:
+        found["head"] += found["embedding"]
     return found
+
+
+def split_of(name: str) -> str:
+    """Return what divides a parameter by its name, as parallel/parallelize.py does: see Weight."""
+    from curry_train.parallel.parallelize import COLUMN, ROW
+
+    owner, _, leaf = name.rpartition(".")
+    layer = owner.rpartition(".")[2]
+    if ".experts." in name:
+        return "experts"
+    if layer in COLUMN or layer in ("embed_tokens", "lm_head") or leaf == "sinks":
+        return "columns"
+    return "rows" if layer in ROW and leaf == "weight" else "whole"

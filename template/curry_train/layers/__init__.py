@@ -8,3 +8,7 @@ F hidden width of a feed-forward, E experts, K experts per token, R routed rows 
 Parameters keep the dtype they were built in; every layer casts its weight to the dtype of its
 input, so the compute dtype is decided once, where the embedding hands out the residual stream.
 """
+
+VARIANTS = {}
+"""PART.NAME -> the class that model.PART=NAME builds in the place of the standard one, as
+"attention.gated": "curry_train.layers.gated_attention:GatedAttention"; see variants.py."""

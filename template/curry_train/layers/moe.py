@@ -11,6 +11,7 @@ from curry_train.kernels.experts import experts
 from curry_train.layers.linear import local
 from curry_train.layers.mlp import SwiGLU
 from curry_train.layers.routing import Routing, TopKRouter
+from curry_train.layers.variants import part_class
 from curry_train.parallel import expert_parallel
 
 
@@ -96,11 +97,12 @@ class MoE(nn.Module):
         super().__init__()
         self.ep: ProcessGroup | None = None
         self.experts_per_rank = config.num_experts
-        self.gate = TopKRouter(config)
+        self.gate = part_class(config, "router", TopKRouter)(config)
         self.experts = Experts(config)
         self.shared_experts = None
         if config.shared_expert_intermediate_size:
-            self.shared_experts = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
+            mlp = part_class(config, "mlp", SwiGLU)
+            self.shared_experts = mlp(config.hidden_size, config.shared_expert_intermediate_size)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows [R, D] that this rank's experts work on, and their routing."""

@@ -19,6 +19,7 @@ from curry_train.layers.mlp import SwiGLU
 from curry_train.layers.moe import MoE
 from curry_train.layers.norm import RMSNorm
 from curry_train.layers.routing import Routing
+from curry_train.layers.variants import declared, part_class
 from curry_train.models.protocol import ModelOutput, run_block
 from curry_train.parallel.collectives import gather_sequence
 from curry_train.parallel.dims import VOCAB_MULTIPLE
@@ -26,7 +27,13 @@ from curry_train.parallel.dims import VOCAB_MULTIPLE
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
     """Return the attention of block `layer`."""
-    return (LatentAttention if config.kv_lora_rank else Attention)(config, layer)
+    standard = LatentAttention if config.kv_lora_rank else Attention
+    return part_class(config, "attention", standard)(config, layer)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """Return a norm of the residual stream, [..., hidden_size] to the same shape."""
+    return part_class(config, "norm", RMSNorm)(config.hidden_size, config.rms_norm_eps)
 
 
 class DenseBlock(nn.Module):
@@ -34,10 +41,11 @@ class DenseBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = build_norm(config)
         self.self_attn = build_attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.post_attention_layernorm = build_norm(config)
+        mlp = part_class(config, "mlp", SwiGLU)
+        self.mlp = mlp(config.hidden_size, config.intermediate_size)
 
     def attention(
         self, x_BSD: Tensor, positions: Positions
@@ -66,9 +74,9 @@ class MoEBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = build_norm(config)
         self.self_attn = build_attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = build_norm(config)
         self.mlp = MoE(config)
 
     def attention(
@@ -107,7 +115,7 @@ class Body(nn.Module):
         for index in range(config.num_hidden_layers):
             sparse = config.num_experts > 0 and index >= config.first_k_dense_replace
             self.layers[str(index)] = (MoEBlock if sparse else DenseBlock)(config, index)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = build_norm(config)
 
 
 class Decoder(nn.Module):
@@ -147,13 +155,16 @@ class Decoder(nn.Module):
 
     def init_constant(self, name: str) -> float | None:
         """Return the value that all of `name` starts with, None when it is drawn."""
+        if (value := declared(self, name, "constants")) is not None:
+            return value
         if name.endswith(("norm.weight", "layernorm.weight")):
             return 1.0
         return 0.0 if name.endswith((".bias", ".sinks")) else None
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation that the matrix `name` starts with."""
-        return self.config.initializer_range
+        deviation = declared(self, name, "deviations")
+        return self.config.initializer_range if deviation is None else deviation
 
     def keep_stage(self, blocks: list[int], *, first: bool, last: bool) -> None:
         """Drop what another pipeline stage holds: other blocks, and the ends of the model."""
