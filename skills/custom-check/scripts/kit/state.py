@@ -39,6 +39,24 @@ def preserved(target: Target) -> Iterator[Target]:
             restore()
 
 
+@contextlib.contextmanager
+def undisturbed(target: Target) -> Iterator[Target]:
+    """Run a forward pass and put back what one can change: buffers, modes and generators.
+
+    Far cheaper than `preserved`, and nothing for a block that steps or registers anything.
+    """
+    modes = [(module, module.training) for module in target.model.modules()]
+    buffers = [_keep_tensor(buffer) for buffer in target.model.buffers()]
+    generators = _keep_generators()
+    try:
+        yield target
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for restore in (*buffers, generators):
+            restore()
+
+
 def _is_module(value: object) -> bool:
     from torch import nn
 
@@ -78,15 +96,15 @@ def _written_part(tensor: Any) -> Any:
 
 
 def _keep_modules(root: Any) -> Callable[[], None]:
-    """Keep every attribute of every module, with the dicts and sets among them: hooks, modes."""
+    """Keep every attribute of every module, with the dicts, sets, lists and tensors among them."""
+    import torch
+
     modules = [(module, module.__class__, dict(module.__dict__)) for module in root.modules()]
-    inner = [
-        (value, value.copy())
-        for _, _, attributes in modules
-        for value in attributes.values()
-        if isinstance(value, (dict, set))
-    ]
-    tensors = {id(t): t for t in [*root.parameters(), *root.buffers()]}
+    values = [value for _, _, attributes in modules for value in attributes.values()]
+    inner = [(value, value.copy()) for value in values if isinstance(value, (dict, set))]
+    lists = [(value, value.copy()) for value in values if type(value) is list]
+    plain = [v for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]
+    tensors = {id(t): t for t in [*root.parameters(), *root.buffers(), *plain]}
     restore_tensors = [_keep_tensor(tensor) for tensor in tensors.values()]
 
     def restore() -> None:
@@ -97,6 +115,8 @@ def _keep_modules(root: Any) -> Callable[[], None]:
         for live, kept in inner:
             live.clear()
             live.update(kept)
+        for live, kept in lists:
+            live[:] = kept
         for restore_tensor in restore_tensors:
             restore_tensor()
 
