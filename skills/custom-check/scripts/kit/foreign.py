@@ -25,26 +25,34 @@ def load_foreign(
     seed = 0 if seed is None else seed
     source = hashlib.sha256(path.read_bytes()).hexdigest()
     identity = json.dumps({"source": source, "function": name, "seed": seed}, sort_keys=True)
-    target = _call(project, spec, seed, device)
+    what = f"{path.name}:{name}"
+    with user_code("seeding"):
+        seed_everything(seed)  # a model at the top of the file is drawn by it
+    function = load_function(spec, flag="--target", project=project)
+    target = _call(function, what, seed, device)
     target.config_hash = hashlib.sha256(identity.encode()).hexdigest()
-    target.build = lambda other: _another(target, project, spec, other, device)
+
+    def build(other: int) -> Target:
+        found = _another(target, function, project, spec, other, device)
+        return _on_device(found, device)
+
+    target.build = build
     with preserved(target):
-        batch = _first_batch(target.batches, f"{path.name}:{name}")
+        batch = _first_batch(target.batches, what)
         if device != "auto":
             batch = to_device(batch, target.device)
-        _probe_loss(target, batch, f"{path.name}:{name}", probe)
+        _probe_loss(target, batch, what, probe)
+    return _on_device(target, device)
+
+
+def _on_device(target: Target, device: str) -> Target:
     if device != "auto":
         target.batches = OnDevice(target.batches, target.device)
     return target
 
 
-def _call(project: Path, spec: str, seed: int, device: str, anew: bool = False) -> Target:
-    """Seed, import, call; the weights may be drawn by any of the three."""
-    path, name = parse_spec(spec, flag="--target")
-    what = f"{path.name}:{name}"
-    with user_code("seeding"):
-        seed_everything(seed)
-    function = load_function(spec, flag="--target", project=project, anew=anew)
+def _call(function: Callable[[], Any], what: str, seed: int, device: str) -> Target:
+    """Seed, call, and look at what came back."""
     _refuse_required_arguments(function, what)
     with user_code("seeding"):
         seed_everything(seed)
@@ -60,22 +68,31 @@ def _call(project: Path, spec: str, seed: int, device: str, anew: bool = False) 
     return target
 
 
-def _another(first: Target, project: Path, spec: str, seed: int, device: str) -> Target:
-    """Build once more; where the function gives out the same parameters, read its file anew."""
+def _another(
+    first: Target,
+    function: Callable[[], Any],
+    project: Path,
+    spec: str,
+    seed: int,
+    device: str,
+) -> Target:
+    """Build once more; where the function gives out the same parameters, run its file anew."""
+    path, name = parse_spec(spec, flag="--target")
+    what = f"{path.name}:{name}"
     own = {id(parameter) for parameter in first.model.parameters() if parameter.requires_grad}
-    for anew in (False, True):
-        target = _call(project, spec, seed, device, anew=anew)
-        if own.isdisjoint(map(id, target.model.parameters())):
-            break
-    else:
+    target = _call(function, what, seed, device)
+    if not own.isdisjoint(map(id, target.model.parameters())):
+        with user_code("seeding"):
+            seed_everything(seed)
+        function = load_function(spec, flag="--target", project=project, anew=True)
+        target = _call(function, what, seed, device)
+    if not own.isdisjoint(map(id, target.model.parameters())):
         raise UsageError(
-            f"{spec.rpartition('/')[2]} returns the same model at every call",
+            f"{what} returns the same model at every call",
             "a check needs it with other weights",
             "make the model inside the function",
         )
     target.config_hash, target.build = first.config_hash, first.build
-    if device != "auto":
-        target.batches = OnDevice(target.batches, target.device)
     return target
 
 

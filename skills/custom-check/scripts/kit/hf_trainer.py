@@ -28,6 +28,8 @@ def parts(trainer: Any, what: str, seed: int) -> dict[str, Any]:
     model = _seeded_model(trainer, seed)
     if model is None:
         raise UsageError(f"the Trainer of {what} has no model", fix="give it model or model_init")
+    if getattr(getattr(trainer, "args", None), "n_gpu", 1) > 1:
+        trainer.args._n_gpu = 1  # as the Trainer does itself; else it counts for DataParallel
     with _unprepared(trainer):
         batches = trainer.get_train_dataloader()
     steps = _total_steps(trainer, batches)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
 class JoinedOptimizer(Optimizer):
-    """Steps its members in order; their groups and their state are its own, not copies."""
+    """Steps its members in order; their groups and their state are its own, not copies.
+
+    No parameter may be in two of them, since there is one state for each.
+    """
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self.members = list(members)
-        super().__init__(
-            [{"params": member.param_groups[0]["params"][:1]} for member in members], {}
-        )
+        super().__init__([torch.empty(0)], {})  # replaced by the members' groups
         self._share({p: kept for member in members for p, kept in member.state.items()})
 
     def _share(self, state: Any) -> None:

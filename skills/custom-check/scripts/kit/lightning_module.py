@@ -40,11 +40,14 @@ def parts(found: Mapping[str, Any], what: str) -> dict[str, Any]:
     own = {
         "optimizer": optimizers[0] if len(optimizers) == 1 else None,
         "scheduler": schedulers[0] if schedulers else None,
+        "total_steps": trainer.steps_asked,
         "train_step": _ManualStep(trainer) if _is_manual(module) else _AutomaticStep(trainer),
         "evaluate": _Evaluate(trainer) if _overrides(module, "validation_step") else None,
     }
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and _disjoint(optimizers):
         own["optimizer"] = JoinedOptimizer(optimizers)
+    elif len(optimizers) > 1:
+        own["train_step"] = None  # two states for one parameter could not be put back
     given = {key: value for key, value in found.items() if value is not None}
     return {**own, **given, "batches": batches, "loss_fn": _Loss(trainer)}
 
@@ -102,6 +105,11 @@ def _optimizers_of(returned: Any, what: str) -> tuple[list[Any], list[Any]]:
         if isinstance(entry, Mapping) and entry.get("lr_scheduler") is not None:
             schedulers.append(entry["lr_scheduler"])
     return optimizers, [s["scheduler"] if isinstance(s, Mapping) else s for s in schedulers]
+
+
+def _disjoint(optimizers: list[Any]) -> bool:
+    held = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
+    return len(held) == len(set(held))
 
 
 def call_step(step: Callable[..., Any], batch: Any, index: int) -> Any:

@@ -6,6 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from .errors import UsageError
+
+
+class UnknownOutside(UsageError, AttributeError):
+    """Asked for what only a run has; hasattr and getattr with a default go on."""
+
 
 class Silent:
     """A logger that takes everything: every attribute and every call gives itself."""
@@ -34,7 +40,7 @@ class StandIn:
         self.datamodule = datamodule
         self.train_dataloader = batches
         self.num_training_batches = length
-        self.estimated_stepping_batches = total_steps or length
+        self.steps_asked = total_steps
         self.max_steps = total_steps or -1
         self.max_epochs = 1 if total_steps is None else -(-total_steps // max(1, length))
         self.optimizers: list[Any] = []
@@ -54,13 +60,19 @@ class StandIn:
         self.loggers: list[Any] = []
         self.log_dir = None
 
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """The run's steps as given, else one pass over the batches, which then is the run."""
+        self.steps_asked = self.steps_asked or max(1, self.num_training_batches)
+        return self.steps_asked
+
     def __deepcopy__(self, _: Any) -> StandIn:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"self.trainer.{name} is not known outside of a Lightning run; return "
-            "(model, batches, loss_fn) instead"
+        raise UnknownOutside(
+            f"self.trainer.{name} is not known outside of a Lightning run",
+            fix="return (model, batches, loss_fn) with a loss that does not ask for it",
         )
 
 
@@ -114,6 +126,9 @@ def attached(module: Any, trainer: StandIn, losses: list[Any] | None = None) -> 
         found = [_NoSteps(s) if dry else s for s in trainer.schedulers]
         return one_or_all(found) if found else None
 
+    def all_gather(data: Any, *_: Any, **__: Any) -> Any:
+        return data
+
     def manual_backward(loss: Any, *given: Any, **named: Any) -> None:
         loss.backward(*given, **named)
 
@@ -125,6 +140,7 @@ def attached(module: Any, trainer: StandIn, losses: list[Any] | None = None) -> 
         "optimizers": optimizers,
         "lr_schedulers": lr_schedulers,
         "manual_backward": manual_backward,
+        "all_gather": all_gather,
         "clip_gradients": NOTHING if dry else _clip_gradients,
     }
     owners = [m for m in module.modules() if hasattr(m, "training_step")]

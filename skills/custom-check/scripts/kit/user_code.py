@@ -46,16 +46,17 @@ def parse_spec(spec: str, *, flag: str) -> tuple[Path, str]:
 def load_function(spec: str, *, flag: str, project: Path, anew: bool = False) -> Callable[..., Any]:
     """Import FILE.py (its folder and the project on the path) and return FUNCTION.
 
-    With `anew` the file runs again, also when it was imported before.
+    With `anew` the file runs again when it was imported before, which stays the module of its name.
     """
     path, name = parse_spec(spec, flag=flag)
-    if anew:
-        for known in [
-            n for n, m in sys.modules.items() if getattr(m, "__file__", None) == str(path)
-        ]:
-            del sys.modules[known]
-    with user_code(f"importing {path.name}"):
-        module = _import_file(path, project)
+    known = {n: m for n, m in sys.modules.items() if getattr(m, "__file__", None) == str(path)}
+    for module_name in known if anew else ():
+        del sys.modules[module_name]
+    try:
+        with user_code(f"importing {path.name}"):
+            module = _import_file(path, project)
+    finally:
+        sys.modules.update(known)
     function = getattr(module, name, None)
     if function is None:
         names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
