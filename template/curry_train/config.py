@@ -183,7 +183,7 @@ class DataConfig:
     """What is read, how it becomes tokens, how tokens become batches."""
 
     dataset: str = "embedded"
-    """Key of curry_train.data.DATASETS; ignored when input is given."""
+    """Key of curry_train.data.DATASETS, text or samples; ignored when input is given."""
     input: str | None = None
     """A text file, a folder of them, or one made by curry_train.data.prepare; null: see dataset."""
     tokenizer: str = "auto"
@@ -193,7 +193,7 @@ class DataConfig:
     cache_dir: str = ".cache/data"
     """Where prepared corpora are kept."""
     val_fraction: Share = 0.06
-    """Share of documents held out, chosen by document hash."""
+    """Share held out: of documents, by their hash; of samples, as the dataset's function does."""
     seq_len: Count = 128
     """Tokens in one sample."""
     global_batch_size: Count = 8
@@ -388,8 +388,13 @@ def model_schema(architecture: str) -> type:
     """
     if architecture == "decoder":
         return ModelConfig  # without loading torch for the Decoder itself
+    return model_class(architecture).Config
+
+
+def model_class(architecture: str) -> type:
+    """Return the class behind model.architecture, which loads torch. Raises: as model_schema."""
     module, _, name = MODELS[architecture].partition(":")
-    return getattr(import_module(module), name).Config
+    return getattr(import_module(module), name)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

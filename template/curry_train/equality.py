@@ -29,6 +29,7 @@ from curry_train.compose import load_config
 from curry_train.config import Config, ConfigError, ParallelConfig, resolve_micro_batch
 from curry_train.data import open_corpus
 from curry_train.data.loader import IGNORED, Batch
+from curry_train.data.samples import Samples
 from curry_train.data.token_file import Corpus
 from curry_train.evaluate import evaluate
 from curry_train.models.protocol import saved_parts
@@ -149,18 +150,21 @@ class UnevenLabels:
         number = self.loader.samples_consumed + self.first
         batches = self.loader.next_step()
         for batch in batches:
-            for labels in batch["labels"]:
+            missing = math.nan if batch["labels"].is_floating_point() else IGNORED
+            for labels in batch["labels"].view(len(batch["labels"]), -1):
                 places = torch.arange(len(labels))
                 dropped = places < (5 * number + 2) % len(labels)
                 dropped |= (3 * places + number) % 4 == 0
                 if number % self.of_step < self.silent or number % 8 == 3:
                     dropped |= True
-                labels[dropped] = IGNORED
+                labels[dropped] = missing
                 number += 1
         return batches
 
 
-def record(config: Config, corpus: Corpus, mesh: Mesh, prepare: Callable | None) -> Recorded:
+def record(
+    config: Config, corpus: Corpus | Samples, mesh: Mesh, prepare: Callable | None
+) -> Recorded:
     """Train STEPS steps on this rank. `prepare` may change the Runtime before the first."""
     runtime, out = assemble(config, corpus, mesh), Recorded()
     runtime.batches = UnevenLabels(runtime)
@@ -205,7 +209,7 @@ def prove(
     *,
     prepare: Callable[[Runtime], None] | None = None,
     project: Path | None = None,
-    corpus: Corpus | None = None,
+    corpus: Corpus | Samples | None = None,
     timeout: float = 120.0,
 ) -> Proof:
     """Compare `world` ranks under these settings (`key=value`) with one process; see Proof.
@@ -265,15 +269,15 @@ class Reference:
 _references: dict[tuple, Reference] = {}
 
 
-def reference(config: Config, corpus: Corpus, prepare: Callable | None) -> Reference:
+def reference(config: Config, corpus: Corpus | Samples, prepare: Callable | None) -> Reference:
     """Train in this process, once: many layouts share the result."""
-    key = (config, corpus.folder, prepare)
+    key = (config, corpus.hash, prepare)
     if key not in _references:
         _references[key] = _train_alone(config, corpus, prepare)
     return _references[key]
 
 
-def _train_alone(config: Config, corpus: Corpus, prepare: Callable | None) -> Reference:
+def _train_alone(config: Config, corpus: Corpus | Samples, prepare: Callable | None) -> Reference:
     found = record(config, corpus, Mesh.single(), prepare)
     grads, weights = ({n: p.tensor for n, p in of} for of in (found.grads, found.weights))
     norm = float(torch.stack([g.norm() for g in grads.values()]).norm())
@@ -281,7 +285,7 @@ def _train_alone(config: Config, corpus: Corpus, prepare: Callable | None) -> Re
 
 
 def _rank(
-    rank: int, world: int, config: Config, corpus: Corpus, wanted: Reference, prepare: Any
+    rank: int, world: int, config: Config, corpus: Corpus | Samples, wanted: Reference, prepare: Any
 ) -> tuple[dict[str, Gap], list[tuple[str, tuple]]]:
     mesh = build_mesh(
         config.parallel,

@@ -1,4 +1,4 @@
-"""The loss of the held-out text, whole and always the same."""
+"""The loss of the held-out data, whole and always the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from curry_train.data.loader import validation_batches
+from curry_train.data.token_file import Corpus
 from curry_train.loss import token_sums, zero_totals
 from curry_train.parallel import grads
 from curry_train.parallel.context_parallel import take
@@ -17,9 +18,9 @@ from curry_train.step import count_once
 
 @torch.no_grad()
 def evaluate(runtime: Runtime, stop: Callable[[], int] | None = None) -> dict[str, float]:
-    """Return `val/loss` (nats per token) and `val/bpb` (bits per byte) of the whole split.
+    """Return `val/loss`, per target of the whole split, and of text `val/bpb`, bits per byte.
 
-    Every held-out token is a label exactly once, whatever the ranks and batch sizes. Auxiliary
+    Every held-out target counts exactly once, whatever the ranks and batch sizes. Auxiliary
     losses do not count. Empty when `stop`, asked after every batch, says on all ranks to give up.
     Group: world; one all-reduce at the end.
     """
@@ -46,5 +47,7 @@ def evaluate(runtime: Runtime, stop: Callable[[], int] | None = None) -> dict[st
     runtime.train()
     totals = count_once(totals, mesh)
     nll, _, _, count = grads.sum_counts(totals, mesh.group("world")).tolist()
-    bits = nll / math.log(2.0)
-    return {"val/loss": nll / count, "val/bpb": bits / runtime.corpus.val.bytes}
+    scores = {"val/loss": nll / count}
+    if isinstance(runtime.corpus, Corpus):
+        scores["val/bpb"] = nll / math.log(2.0) / runtime.corpus.val.bytes
+    return scores

@@ -130,13 +130,16 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, **settings:
 
 
 def write_sample(runtime: Runtime, run: Run) -> None:
-    """Sample text from the model as it is now, print it and keep it in the journal; collective."""
-    config, mesh = runtime.config, runtime.mesh
-    if config.run.sample_tokens == 0:
+    """Sample text from the model as it is now, print it and keep it in the journal; collective.
+
+    Nothing happens without a tokenizer: the data is no text.
+    """
+    config, mesh, tokenizer = runtime.config, runtime.mesh, runtime.corpus.tokenizer
+    if config.run.sample_tokens == 0 or tokenizer is None:
         return
     text = sample_text(
         runtime.model,
-        runtime.corpus.tokenizer,
+        tokenizer,
         config.run.sample_prompt,
         max_tokens=config.run.sample_tokens,
         context=config.data.seq_len,

@@ -30,6 +30,7 @@ from curry_train.tracking.crash import (
 from curry_train.tracking.progress import tell
 
 if TYPE_CHECKING:
+    from curry_train.data.samples import Samples
     from curry_train.data.token_file import Corpus
     from curry_train.parallel.mesh import Mesh
     from curry_train.tracking.run_folder import Run
@@ -294,7 +295,7 @@ def signal_name(code: int) -> str:
 
 @contextmanager
 def launch(
-    config: Config, corpus: Corpus, argv: Sequence[str]
+    config: Config, corpus: Corpus | Samples, argv: Sequence[str]
 ) -> Iterator[tuple[Mesh, Run, StopSignals]]:
     """Join the processes and open the run folder; on the way out, leave no rank hanging.
 

@@ -1,10 +1,11 @@
-"""The loss as a sum over tokens, so that it can be added over micro-batches and ranks.
+"""The loss as a sum over targets, so that it can be added over micro-batches and ranks.
 
-Nobody averages here: `parallel/grads.py` divides once, by the global token count.
+Nobody averages here: `parallel/grads.py` divides once, by the global count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,11 @@ class TokenSums(NamedTuple):
     """Totals of one micro-batch, as scalar tensors in float64 (float32 on mps).
 
     Adding in float64 makes the reported loss independent of how samples are split over ranks.
-    nll: negative log likelihood in nats; aux, z: auxiliary losses of each sequence times its token
-    count, coefficients included; count: non-ignored targets, int64. tokens_per_expert: int64 [MoE
-    blocks, E], what the routers chose, as a value of this forward pass: a pass that activation
-    checkpointing makes again counts nothing twice. None without experts.
+    nll: negative log likelihood in nats, or what else a model's own loss adds up; aux, z: auxiliary
+    losses of each sequence times its token count, coefficients included; count: non-ignored
+    targets, int64. tokens_per_expert: int64 [MoE blocks, E], what the routers chose, as a value of
+    this forward pass: a pass that activation checkpointing makes again counts nothing twice. None
+    without experts.
     """
 
     nll: Tensor
@@ -70,9 +72,12 @@ def token_nll(logits: Tensor, labels: Tensor) -> Tensor:
 def token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     """Run the model on one micro-batch and return the totals of its targets.
 
-    Shapes: input_ids and labels int64 [B, S], labels already shifted, -100 ignored; position_ids
-    and doc_ids int64 [B, S] when documents are masked.
+    A model with a `loss_sums` computes them itself. Else it is a language model; shapes: input_ids
+    and labels int64 [B, S], labels already shifted, -100 ignored; position_ids and doc_ids int64
+    [B, S] when documents are masked.
     """
+    if hasattr(model, "loss_sums"):
+        return model.loss_sums(batch)
     out = model(batch["input_ids"], batch.get("position_ids"), batch.get("doc_ids"))
     return sums_of_output(model, out, batch["labels"])
 
@@ -98,6 +103,42 @@ def sums_of_output(model: nn.Module, out: ModelOutput, labels: Tensor) -> TokenS
     aux = zero if out.aux_loss is None else (out.aux_loss * tokens_B).sum(dtype=wide)
     z = zero if out.z_loss is None else (out.z_loss * tokens_B).sum(dtype=wide)
     return TokenSums(nll, aux, z, count, out.tokens_per_expert)
+
+
+def class_sums(logits: Tensor, labels: Tensor) -> TokenSums:
+    """Return the totals of a classifier's cross entropy.
+
+    Shapes: logits [..., C] of any float dtype, labels int64 [...], -100 where one is missing.
+    Raises ValueError for other shapes.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}: logits must have"
+            " the shape of the labels and the classes last; change what the model returns"
+        )
+    nll = token_nll(logits.flatten(0, -2), labels.flatten()).sum(dtype=wide_dtype(labels.device))
+    return TokenSums(nll, nll.new_zeros(()), nll.new_zeros(()), (labels != IGNORED).sum())
+
+
+def value_sums(
+    values: Tensor, labels: Tensor, loss: Callable[..., Tensor] = F.mse_loss
+) -> TokenSums:
+    """Return the totals of a loss between numbers: F.mse_loss, F.l1_loss or another of torch's
+    that takes reduction="none", such as F.binary_cross_entropy_with_logits for several labels.
+
+    Shapes: values and labels both [...], NaN where a label is missing. Computed in float32, float64
+    of float64. Raises ValueError when the shapes differ: broadcasting would compare every pair.
+    """
+    if values.shape != labels.shape:
+        raise ValueError(
+            f"values have shape {list(values.shape)}, labels {list(labels.shape)}: both must be the"
+            " same; squeeze or view the one that is wrong"
+        )
+    there = ~labels.isnan()
+    found = values[there].to(torch.promote_types(values.dtype, torch.float32))
+    total = loss(found, labels[there].to(found.dtype), reduction="none")
+    total = total.sum(dtype=wide_dtype(labels.device))
+    return TokenSums(total, total.new_zeros(()), total.new_zeros(()), there.sum())
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -25,8 +25,9 @@ from curry_train.config import (
     RunConfig,
     build_config,
     known_settings,
+    model_class,
 )
-from curry_train.data import DATASETS, vocab_size_of
+from curry_train.data import DATASETS, DataError, holds_samples, vocab_size_of
 from curry_train.layers import variants
 from curry_train.model_rules import MODEL_RULES, Refusals, shown
 from curry_train.parallel import dims as layout
@@ -55,7 +56,7 @@ def problems(config: Config, world: int | None = None) -> list[str]:
     }
     config = build_config(model, usable)
     rules = [_lengths(config), layout.refusals(config, world), _places(config)]
-    rules.append(_retention(config.run))
+    rules += [_retention(config.run), _task(config)]
     if model is ModelConfig:
         rules += [rule(config.model) for rule in MODEL_RULES]
         rules.append(variants.refusals(config, world))
@@ -175,6 +176,39 @@ def _retention(run: RunConfig) -> Refusals:
             f" run.eval_every={validate} do not meet; make one a multiple of the other, both above"
             " 0, or set run.keep_best=0",
         )
+
+
+def _task(config: Config) -> Refusals:
+    """Text and a language model, or samples and a model with a loss of its own."""
+    data, name, own_loss = config.data, config.model.architecture, False
+    try:
+        samples = holds_samples(data)
+    except DataError as error:
+        if data.dataset in DATASETS:  # _places tells of others
+            yield "data.dataset", str(error).partition(": ")[2]
+        return
+    if name != "decoder":
+        with contextlib.suppress(KeyError, ImportError, AttributeError):  # compose tells
+            own_loss = hasattr(model_class(name), "loss_sums")
+    if own_loss and not samples:
+        text = "data.input" if data.input else f"data.dataset={data.dataset}"
+        yield (
+            "model.architecture",
+            f"learns from samples, and {text} is text; set data=NAME of a function in"
+            " curry_train.data.DATASETS that returns Samples",
+        )
+    if not samples:
+        return
+    if not own_loss:
+        yield (
+            "data.dataset",
+            f"holds samples, and model.architecture={name} learns from text; set model=NAME of a"
+            " model with loss_sums, or data=embedded",
+        )
+    for key, off in (("tokenizer", "auto"), ("document_mask", "false")):
+        if shown(getattr(data, key)) != off:
+            why = f"read of text only, and data.dataset={data.dataset} holds none"
+            yield f"data.{key}", f"{why}; set data.{key}={off}"
 
 
 def _places(config: Config) -> Refusals:

@@ -18,6 +18,7 @@ from curry_train.compose import load_config
 from curry_train.config import Config, resolve_micro_batch
 from curry_train.data import open_corpus
 from curry_train.data.loader import Loader
+from curry_train.data.samples import Samples
 from curry_train.data.token_file import Corpus
 from curry_train.loss import mean_loss
 from curry_train.optim import LossScale, build_optimizer
@@ -47,7 +48,7 @@ class Runtime:
     device: torch.device
     mesh: Mesh
     config: Config
-    corpus: Corpus
+    corpus: Corpus | Samples
     step: int = 0
     tokens: int = 0
     loss_scale: LossScale = field(default_factory=lambda: LossScale("fp32"))
@@ -73,7 +74,7 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(seed * 1_000_003 + rank)
 
 
-def assemble(config: Config, corpus: Corpus, mesh: Mesh) -> Runtime:
+def assemble(config: Config, corpus: Corpus | Samples, mesh: Mesh) -> Runtime:
     """Build model, optimizer and loader for this rank of `mesh`."""
     seed_everything(config.seed, mesh.rank)
     with warnings.catch_warnings():

@@ -144,7 +144,7 @@ def test_each_epoch_visits_each_window_once_and_changes_mid_batch(corpus):
 def test_an_epoch_smaller_than_a_batch_repeats_inside_it(corpus):
     length = corpus.train.tokens // 2
     loader = Loader(corpus, config(seq_len=length, global_batch_size=8), seed=0, micro_batch_size=8)
-    assert loader.windows_per_epoch == 2
+    assert loader.samples_per_epoch == 2
     found = rows(loader.next_step())
     assert all(found[i] != found[i + 1] for i in range(0, 8, 2))
     assert len(set(found)) == 2

@@ -94,9 +94,11 @@ def hashes(config: Any, corpus: Any, steps: int) -> tuple[list[str], str | None]
     loader = Loader(corpus, data, seed=config.seed, micro_batch_size=data.global_batch_size)
     count = max(1, min(steps, MOST_TOKENS // (data.global_batch_size * data.seq_len)))
     found = [hash_of(loader.next_step()) for _ in range(count)]
-    if not hasattr(loader, "windows_per_epoch"):
+    # Earlier states of the project call it windows.
+    epoch = getattr(loader, "samples_per_epoch", getattr(loader, "windows_per_epoch", None))
+    if epoch is None:
         return found, None
-    loader.samples_consumed = loader.windows_per_epoch
+    loader.samples_consumed = epoch
     return found, hash_of(loader.next_step())
 
 

@@ -112,8 +112,10 @@ def set_rng(tensors: dict[str, Tensor]) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files from which `load_tokenizer` makes the tokenizer again."""
+def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Return the files from which `load_tokenizer` makes the tokenizer again; none without one."""
+    if tokenizer is None:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder) / TOKENIZER)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -287,8 +289,10 @@ def begin(runtime: Runtime, run: Run) -> None:
             tell(text)
 
 
-def _other_tokenizer(beside: Path, ours: Tokenizer) -> list[str]:
+def _other_tokenizer(beside: Path, ours: Tokenizer | None) -> list[str]:
     """Return a sentence where the tokenizer of the weights is not that of the data."""
+    if ours is None:
+        return []
     same = {ours.text} | ({library_json()} if isinstance(ours, ByteTokenizer) else set())
     if not beside.is_file() or beside.read_text(encoding="utf-8", errors="replace") in same:
         return []
@@ -326,6 +330,8 @@ def load_for_inference(path: Path) -> tuple[nn.Module, Tokenizer, int]:
     if wrong:
         where = f"{checkpoint / MANIFEST} describes no model that this project knows"
         raise dcp.CheckpointError([f"{where}: {problem}" for problem in wrong])
+    if not (checkpoint / TOKENIZER).is_file():
+        raise dcp.CheckpointError(f"{checkpoint} has no {TOKENIZER}: it holds no language model")
     model = build_model(config, "cpu")
     load_weights(model, checkpoint)
     tokenizer = load_tokenizer(checkpoint / TOKENIZER)

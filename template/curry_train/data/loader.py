@@ -1,8 +1,8 @@
-"""Tokens to batches: the position is one integer, any rank can compute any sample.
+"""Data to batches: the position is one integer, any rank can compute any sample.
 
-Sample i is window perm(e, i - e*n) of the n full windows of the training split, with e = i // n:
-each epoch is its own permutation, keyed by (seed, e), and visits every window once. The permutation
-is computed, not stored. Nothing depends on ranks or batch sizes: a step takes the next
+Sample i is row perm(e, i - e*n) of n: the full windows of the training text, or the training
+samples. Epoch e = i // n is its own permutation, keyed by (seed, e), and visits every row once. The
+permutation is computed, not stored. Nothing depends on ranks or batch sizes: a step takes the next
 global_batch_size samples, rank r its contiguous part of them. So a run resumes exactly on another
 number of ranks, with another batch size, in the middle of an epoch.
 
@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from curry_train.data.samples import IGNORED, Samples, count, draw
 from curry_train.data.token_file import Corpus, TokenStream, check_windows
 
 if TYPE_CHECKING:
     from curry_train.config import DataConfig
 
 Batch = dict[str, torch.Tensor]
-IGNORED = -100
 ROUNDS = 6
 ORDER_BLOCK = 4096
-"""Samples whose windows are computed at once; amortises the calls."""
+"""Samples whose rows are computed at once; amortises the calls."""
 
 
 class Loader:
@@ -40,7 +40,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | Samples,
         data: DataConfig,
         *,
         seed: int,
@@ -49,7 +49,8 @@ class Loader:
         batch_world: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_windows(corpus.train, data.seq_len, "training")
+        if isinstance(corpus, Corpus):
+            check_windows(corpus.train, data.seq_len, "training")
         if data.global_batch_size % (batch_world * micro_batch_size):
             raise ValueError(
                 f"data.global_batch_size={data.global_batch_size} does not divide into "
@@ -59,24 +60,32 @@ class Loader:
         self.samples_consumed = 0
         self.global_batch_size = data.global_batch_size
         self.micro_batch_size = micro_batch_size
-        self.windows_per_epoch = corpus.train.tokens // data.seq_len
-        self._stream = corpus.train
+        self.samples_per_epoch = (
+            corpus.train.tokens // data.seq_len
+            if isinstance(corpus, Corpus)
+            else count(corpus.train)
+        )
+        self._split = corpus.train
         self._seq_len = data.seq_len
         self._document_mask = data.document_mask
         self._seed = seed
         self._local = data.global_batch_size // batch_world
         self._offset = batch_rank * self._local
         self._device = torch.device(device)
-        self._starts = np.empty(0, dtype=np.int64)
-        self._starts_of = 0
+        self._rows = np.empty(0, dtype=np.int64)
+        self._rows_of = 0
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step and advance by one step."""
-        starts = self._window_starts(self.samples_consumed + self._offset, self._local)
+        rows = self._rows_from(self.samples_consumed + self._offset, self._local)
         self.samples_consumed += self.global_batch_size
-        windows = self._stream.windows(starts, self._seq_len + 1)
-        batch = _batch(self._stream, windows, starts, self._document_mask)
-        batch = _to_device(batch, self._device)
+        if isinstance(self._split, TokenStream):
+            starts = rows * self._seq_len
+            windows = self._split.windows(starts, self._seq_len + 1)
+            arrays = _text_arrays(self._split, windows, starts, self._document_mask)
+        else:
+            arrays = draw(self._split, rows)
+        batch = _to_device(arrays, self._device)
         if self.micro_batch_size == self._local:
             return [batch]
         split = {name: tensor.split(self.micro_batch_size) for name, tensor in batch.items()}
@@ -87,19 +96,19 @@ class Loader:
         while True:
             yield from self.next_step()
 
-    def _window_starts(self, first: int, count: int) -> np.ndarray:
-        """Where the windows of `count` samples from global sample `first` begin, int64[count]."""
-        at = first - self._starts_of
-        if not 0 <= at <= len(self._starts) - count:
-            samples = np.arange(first, first + max(count, ORDER_BLOCK))
-            epochs, indices = np.divmod(samples, self.windows_per_epoch)
-            order = permute(indices, epochs, self.windows_per_epoch, self._seed)
-            self._starts, self._starts_of, at = order * self._seq_len, first, 0
-        return self._starts[at : at + count]
+    def _rows_from(self, first: int, number: int) -> np.ndarray:
+        """Return the rows of `number` samples from global sample `first`, int64[number]."""
+        at = first - self._rows_of
+        if not 0 <= at <= len(self._rows) - number:
+            samples = np.arange(first, first + max(number, ORDER_BLOCK))
+            epochs, indices = np.divmod(samples, self.samples_per_epoch)
+            self._rows = permute(indices, epochs, self.samples_per_epoch, self._seed)
+            self._rows_of, at = first, 0
+        return self._rows[at : at + number]
 
 
 def validation_batches(
-    corpus: Corpus,
+    corpus: Corpus | Samples,
     data: DataConfig,
     *,
     micro_batch_size: int,
@@ -107,28 +116,25 @@ def validation_batches(
     batch_world: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """Yield this rank's share of the validation split: every token is a label on one rank, once.
+    """Yield this rank's share of the validation split: every target is a label on one rank, once.
 
-    All ranks get the same number of batches of the same shape, the last ones padded with eos as
-    input, -100 as label and -1 as document, so that collectives inside the model match.
+    All ranks get the same number of batches of the same shape, so that collectives inside the model
+    match. The last ones are padded: text with eos as input, -100 as label and -1 as document,
+    samples with the first of them, its labels missing.
     """
-    stream, length = corpus.val, data.seq_len
-    positions = np.arange(length)
-    total = -(-stream.tokens // length)
+    text, length = isinstance(corpus, Corpus), data.seq_len
+    total = -(-corpus.val.tokens // length) if text else count(corpus.val)
     rounds = -(-total // (batch_world * micro_batch_size))
     for number in range(rounds):
         first = (number * batch_world + batch_rank) * micro_batch_size
-        starts = np.arange(first, first + micro_batch_size) * length
-        windows = np.full((micro_batch_size, length + 1), stream.eos_id)
-        for row, start in enumerate(starts.tolist()):
-            found = stream.window(start, length + 1)
-            windows[row, : len(found)] = found
-        batch = _batch(stream, windows, starts, data.document_mask)
-        padding = torch.from_numpy(starts[:, None] + positions >= stream.tokens)
-        batch["labels"][padding] = IGNORED
-        if data.document_mask:
-            batch["doc_ids"][padding] = -1
-        yield _to_device(batch, torch.device(device))
+        rows = np.arange(first, first + micro_batch_size)
+        if text:
+            arrays = _held_out_text(corpus.val, rows * length, length, data.document_mask)
+        else:
+            arrays = draw(corpus.val, np.where(rows < total, rows, 0))
+            missing = np.nan if arrays["labels"].dtype.kind == "f" else IGNORED
+            arrays["labels"][rows >= total] = missing
+        yield _to_device(arrays, torch.device(device))
 
 
 def permute(indices: np.ndarray, epochs: np.ndarray, size: int, seed: int) -> np.ndarray:
@@ -167,16 +173,32 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _batch(
+def _held_out_text(
+    stream: TokenStream, starts: np.ndarray, length: int, document_mask: bool
+) -> dict[str, np.ndarray]:
+    """Make a batch of windows that may lie beyond the end. Shapes: [B] -> int64[B, S] each."""
+    windows = np.full((len(starts), length + 1), stream.eos_id)
+    for row, start in enumerate(starts.tolist()):
+        found = stream.window(start, length + 1)
+        windows[row, : len(found)] = found
+    arrays = _text_arrays(stream, windows, starts, document_mask)
+    padding = starts[:, None] + np.arange(length) >= stream.tokens
+    arrays["labels"][padding] = IGNORED
+    if document_mask:
+        arrays["doc_ids"][padding] = -1
+    return arrays
+
+
+def _text_arrays(
     stream: TokenStream, windows: np.ndarray, starts: np.ndarray, document_mask: bool
-) -> Batch:
+) -> dict[str, np.ndarray]:
     """Make a batch of windows that begin at `starts`. Shapes: [B, S+1], [B] -> int64[B, S] each.
 
     A document begins with the eos before it, which predicts its first token, so that it never sees
     another one. Positions count from there or from the window's begin.
     """
     inputs, labels = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
-    batch = {"input_ids": inputs, "labels": labels}
+    arrays = {"input_ids": inputs, "labels": labels}
     if document_mask:
         begins = inputs == stream.eos_id
         begins[:, 0] = True
@@ -185,12 +207,13 @@ def _batch(
         row, column = np.divmod(stretches, inputs.shape[1])
         document = np.searchsorted(stream.document_ends, starts[row] + column, side="right")
         positions = np.arange(begins.size) - np.repeat(stretches, sizes)
-        batch["doc_ids"] = np.repeat(document, sizes).reshape(inputs.shape)
-        batch["position_ids"] = positions.reshape(inputs.shape)
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
+        arrays["doc_ids"] = np.repeat(document, sizes).reshape(inputs.shape)
+        arrays["position_ids"] = positions.reshape(inputs.shape)
+    return arrays
 
 
-def _to_device(batch: Batch, device: torch.device) -> Batch:
+def _to_device(arrays: dict[str, np.ndarray], device: torch.device) -> Batch:
+    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if device.type == "cpu":
         return batch
     if device.type == "cuda":  # only a pinned copy can overlap with computation

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from curry_train.data import DATASETS, DataError, splits, token_file, tokenizer
+from curry_train.data import DataError, dataset_function, splits, token_file, tokenizer
 from curry_train.data.sources import Part, Source, find_source, plan_parts, read_documents
 from curry_train.data.workers import WorkerDied, map_jobs, show_progress
 
@@ -66,14 +65,8 @@ def prepare_configured(data: DataConfig, *, cache_dir: Path | None) -> Path:
     """Prepare what `data` names below the cache folder, or find it there; see open_corpus."""
     if data.input is not None:
         sources = [find_source(Path(data.input))]
-    elif data.dataset in DATASETS:
-        module, function = DATASETS[data.dataset].split(":")
-        sources = [getattr(importlib.import_module(module), function)()]
     else:
-        raise DataError(
-            f"data.dataset={data.dataset} is unknown; set it to {', '.join(DATASETS)}, or "
-            "data.input to a text of yours"
-        )
+        sources = [dataset_function(data.dataset)[0]()]
     chosen = "byte" if data.tokenizer == "auto" else data.tokenizer
     settings = Settings(chosen, data.bpe_vocab_size, data.val_fraction)
     name = corpus_key(sources, settings)[:16]

@@ -4,6 +4,8 @@ A model is a module whose forward takes a batch and returns `ModelOutput`, with 
 `Config` (the dataclass of its `model` group) and these attributes:
 `layers` (blocks keyed by their global index), `vocab_size`, `vocab_parameters`, `compute_dtype`,
 `active_share`, `init_constant(name)`, `init_std(name)` and `tie_weights()`.
+A model of samples that are no text returns what it likes, and its `loss_sums(batch)` calls itself
+and returns loss.TokenSums; `vocab_size` is 0, `vocab_parameters` empty.
 A block is five parts. Whoever keeps them gets every parallelism and the overlapped pipeline,
 which runs the parts of two micro-batches in turn.
 
