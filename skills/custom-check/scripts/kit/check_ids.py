@@ -155,6 +155,17 @@ CHECK_IDS = {
     "router-dropped-tokens": "share of choices that find their expert full",
     "router-logit-scale": "largest router logit",
     "router-weights": "router weights are the scores of the router's logits",
+    "vanishing-gradient": "gradients arrive everywhere and do not fade towards the input",
+    "exploding-gradient": "gradients do not grow towards the input",
+    "dead-units": "units of an activation are on for some input",
+    "saturated-units": "tanh and sigmoid are not on their flat ends",
+    "update-ratio": "how far a step moves a matrix, over its size",
+    "residual-growth": "the residual stream grows like the square root of depth at most",
+    "attention-entropy": "attention looks at more than one key",
+    "non-finite": "first module or value that is NaN or infinite",
+    "lr-range": "the sweep finds learning rates that lower the loss",
+    "lr-spread": "the seeds of the sweep agree on the learning rate",
+    "lr-confirm": "short runs at the suggested rates train",
 }
 
 KEBAB_CASE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
