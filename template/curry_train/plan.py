@@ -13,6 +13,7 @@ from dataclasses import replace
 from curry_train.activations import key_value_width, ranks_visited
 from curry_train.communication import print_communication
 from curry_train.config import Config, ConfigError, planned_world
+from curry_train.data import holds_samples
 from curry_train.layout import Layout
 from curry_train.parallel import dims
 from curry_train.parallel.grads import BUCKET_ELEMENTS
@@ -135,11 +136,11 @@ def print_plan(config: Config) -> int:
     layout, data = Layout(config, world), config.data
     sizes, micro = layout.dims, layout.samples
     print(f"parameters: {total} (active {active})")
-    print(
-        f"tokens per step: {data.global_batch_size * data.seq_len} "
-        f"(global batch {data.global_batch_size} x {data.seq_len}; "
-        f"{layout.micro_batches} micro-batches of {micro} on each rank)"
-    )
+    batch = data.global_batch_size
+    amount = f"tokens per step: {batch * data.seq_len} (global batch {batch} x {data.seq_len}; "
+    if holds_samples(data):
+        amount = f"samples per step: {batch} ("
+    print(f"{amount}{layout.micro_batches} micro-batches of {micro} on each rank)")
     parts = estimate(config, world)
     known = [amount for amount in parts.values() if amount is not None]
     without = "" if len(known) == len(parts) else ", without activations"

@@ -28,6 +28,7 @@ from curry_train.layers.linear import Linear
 from curry_train.loss import class_sums, mean_loss, value_sums
 from curry_train.models import MODELS
 from curry_train.parallel.mesh import Mesh
+from curry_train.plan import print_plan
 from curry_train.rules import problems
 from curry_train.runtime import assemble
 from curry_train.step import train_step
@@ -400,6 +401,12 @@ def test_what_a_function_returns_is_looked_at_once_more():
     with pytest.raises(DataError, match="annotated to return None; write `-> Source` of text"):
         open_corpus(DataConfig(dataset="unannotated"), cache_dir=None)
     assert problems(Config(model=RowsConfig(), data=DataConfig(dataset="rows"))) == []
+
+
+def test_the_plan_counts_samples(capsys):
+    assert print_plan(config_of(*words_of("rows", "devices=2"))) == 0
+    out = capsys.readouterr().out
+    assert "samples per step: 8 (1 micro-batches of 4 on each rank)" in out and "token" not in out
 
 
 def test_train_py_trains_it_resumes_exactly_and_writes_no_text(tmp_path, monkeypatch):
