@@ -1,0 +1,216 @@
+"""From what a recorder saw to plain numbers: by module, parameter, stack of blocks, attention."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flow_recorder import Recorder
+from torch import Tensor, nn
+
+
+@dataclass
+class Stack:
+    """Repeated blocks in the order of execution, and what they show over depth."""
+
+    names: list[str]
+    gradients: list[float]
+    """Norm of the loss's gradient by each block's output, geometric mean over the looks."""
+    rms: list[float]
+    """Root mean square of each block's output."""
+    residual: bool
+    """Whether a block's output resembles its input, so that it adds to a stream."""
+    slope: float | None = None
+    """Of the log gradient norm over blocks; None where a gradient is zero or not finite."""
+    interval: tuple[float, float] | None = None
+    """95 % interval of the slope."""
+
+
+@dataclass
+class Flow:
+    """The numbers of all looks."""
+
+    modules: list[dict[str, Any]] = field(default_factory=list)
+    parameters: list[dict[str, Any]] = field(default_factory=list)
+    stacks: list[Stack] = field(default_factory=list)
+    units: list[dict[str, Any]] = field(default_factory=list)
+    squashes: list[dict[str, Any]] = field(default_factory=list)
+    attention: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    not_called: list[str] = field(default_factory=list)
+    bad_output: str | None = None
+    """First module whose output holds NaN or plus infinity."""
+    bad_gradient: str | None = None
+    """First module or parameter, in the order of backward, whose gradient is not finite."""
+
+
+def fetch(values: list[Tensor]) -> list[float]:
+    """Bring scalar tensors to the host in one transfer."""
+    if not values:
+        return []
+    wide = torch.float32 if values[0].device.type == "mps" else torch.float64
+    return torch.stack([value.detach().to(wide) for value in values]).tolist()
+
+
+def gather(recorder: Recorder, model: nn.Module, parameters: list[dict[str, Any]]) -> Flow:
+    """Turn everything into plain numbers."""
+    flow = Flow(parameters=parameters)
+    _modules(recorder, flow)
+    _units(recorder, flow)
+    for name, calls in recorder.attention.items():
+        flow.attention.append({"name": name, **_heads(calls)})
+    for name, module in model.named_modules():
+        held = any(p.requires_grad for p in module.parameters(recurse=False))
+        if held and not {name, name.rpartition(".")[0]} & recorder.called:
+            flow.not_called.append(name)
+    return flow
+
+
+def _modules(recorder: Recorder, flow: Flow) -> None:
+    norms = fetch([norm for _, _, _, norm, _, _ in recorder.outputs])
+    lows = fetch([low for *_, low, _ in recorder.outputs])
+    highs = fetch([high for *_, high in recorder.outputs])
+    looks = max(recorder.looks, 1)
+    rows: dict[str, dict[str, Any]] = {}
+    for (look, name, count, *_), norm, low, high in zip(
+        recorder.outputs, norms, lows, highs, strict=True
+    ):
+        row = rows.setdefault(
+            name, {"squares": [0.0] * looks, "counts": [0] * looks, "max": 0.0, "gradients": {}}
+        )
+        row["squares"][look] += norm * norm
+        row["counts"][look] += count
+        row["max"] = max(row["max"], abs(low), abs(high))
+        if flow.bad_output is None and (math.isnan(high) or high == math.inf):
+            flow.bad_output = name
+    for (look, name, _), norm in zip(
+        recorder.gradients, fetch([g for *_, g in recorder.gradients]), strict=True
+    ):
+        if name in rows:
+            found = rows[name]["gradients"]
+            found[look] = found.get(look, 0.0) + norm * norm
+        if flow.bad_gradient is None and not math.isfinite(norm):
+            flow.bad_gradient = name
+    for name in recorder.order:
+        row = rows[name]
+        per_look = [
+            math.sqrt(s / c) for s, c in zip(row["squares"], row["counts"], strict=True) if c
+        ]
+        gradients = [math.sqrt(square) for square in row["gradients"].values()]
+        flow.modules.append(
+            {
+                "name": name,
+                "class": recorder.classes[name],
+                "rms": statistics.fmean(per_look),
+                "max": row["max"],
+                "gradient_norm": middle(gradients) if gradients else None,
+            }
+        )
+
+
+def middle(values: list[float]) -> float:
+    """Return the geometric mean; 0 where a value is 0, NaN where one is not finite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return 0.0 if min(values) <= 0 else math.exp(statistics.fmean(map(math.log, values)))
+
+
+def _units(recorder: Recorder, flow: Flow) -> None:
+    for name, calls in recorder.units.items():
+        widths = {len(top) for _, _, top, _ in calls}
+        shares = fetch([share for *_, share in calls])
+        row = {
+            "name": name,
+            "rows": sum(rows for rows, *_ in calls),
+            "units": max(widths),
+            "zeros": 1 - min(shares),
+            "zeros_least": 1 - max(shares),
+            "dead": None,
+        }
+        if len(widths) == 1:
+            highest = torch.stack([top for _, _, top, _ in calls]).amax(0)
+            row["dead"] = float((highest <= calls[0][1]).double().mean())
+        flow.units.append(row)
+    for name, calls in recorder.squashes.items():
+        ends = torch.stack([ends for _, ends in calls]).double().tolist()
+        flow.squashes.append(
+            {
+                "name": name,
+                "kind": calls[0][0],
+                "saturated": min(low + high for low, high in ends),
+                "lesser_end": min(min(pair) for pair in ends),
+            }
+        )
+
+
+def _heads(calls: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    same = [pair for pair in calls if pair[0].shape == calls[0][0].shape]
+    largest = torch.stack([top for top, _ in same]).double().amax(0).tolist()
+    entropy = torch.stack([share for _, share in same]).double().nanmean(0).tolist()
+    known = [share for share in entropy if not math.isnan(share)]
+    return {
+        "largest_logit": max(largest),
+        "entropy": statistics.fmean(known) if known else None,
+        "heads": [
+            {"largest_logit": top, "entropy": None if math.isnan(share) else share}
+            for top, share in zip(largest, entropy, strict=True)
+        ],
+    }
+
+
+def stacks_of(recorder: Recorder, flow: Flow, names: list[list[str]]) -> list[Stack]:
+    """Follow gradient and size of the output over the blocks of each stack."""
+    modules = {row["name"]: row for row in flow.modules}
+    cosines = fetch([cosine for *_, cosine in recorder.streams])
+    alike: dict[str, list[float]] = {}
+    for (_, name, *_), cosine in zip(recorder.streams, cosines, strict=True):
+        alike.setdefault(name, []).append(cosine)
+    found = []
+    for blocks in names:
+        known = [n for n in blocks if n in modules and modules[n]["gradient_norm"] is not None]
+        resembling = [statistics.fmean(alike[n]) for n in blocks[1:] if n in alike]
+        stack = Stack(
+            names=known,
+            gradients=[modules[n]["gradient_norm"] for n in known],
+            rms=[modules[n]["rms"] for n in blocks if n in modules],
+            residual=bool(resembling) and statistics.median(resembling) > RESEMBLES,
+        )
+        if len(known) >= 3 and all(0 < g < math.inf for g in stack.gradients):
+            stack.slope, stack.interval = trend([math.log(g) for g in stack.gradients])
+        found.append(stack)
+    return found
+
+
+RESEMBLES = 0.3
+"""Cosine between input and output of a block above which it adds to a stream."""
+
+
+def trend(values: list[float]) -> tuple[float, tuple[float, float]]:
+    """Fit a line over 0, 1, 2, ...; returns the slope and its 95 % interval (Student's t)."""
+    from scipy import stats
+
+    fit: Any = stats.linregress(range(len(values)), values)
+    reach = float(stats.t.ppf(0.975, len(values) - 2)) * float(fit.stderr)
+    return float(fit.slope), (float(fit.slope) - reach, float(fit.slope) + reach)
+
+
+def parameter_norms(model: nn.Module) -> list[tuple[str, Tensor, Tensor | None]]:
+    """Return (name, norm of the weight, norm of the gradient or None) of what can be trained."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
+    with torch.no_grad():
+        weights = [torch.linalg.vector_norm(p.detach(), dtype=_wide(p)) for _, p in named]
+        gradients = [None if p.grad is None else _gradient_norm(p.grad) for _, p in named]
+    return [(n, w, g) for (n, _), w, g in zip(named, weights, gradients, strict=True)]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _gradient_norm(gradient: Tensor) -> Tensor:
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return torch.linalg.vector_norm(gradient, dtype=_wide(gradient))

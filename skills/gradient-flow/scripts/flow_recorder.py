@@ -1,0 +1,254 @@
+"""Statistics of activations and gradients by hooks: forward hooks and tensor hooks, nothing else.
+
+Full backward hooks wrap inputs and outputs in a function of autograd, which breaks models that
+work in place or return views. A tensor hook on what a module returned changes nothing. Numbers stay
+on the device and are fetched once, at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from flow_attention import FLAT, Watch
+from torch import Tensor, nn
+
+MIN_BLOCKS = 4
+"""Fewer repeated blocks show no trend over depth."""
+SAMPLED = 2048
+"""Elements of a tensor that histograms are made of."""
+NOT_SHOWN = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Dropout, nn.Identity, nn.Flatten)
+
+
+class Recorder:
+    """Everything that one or several looks (a forward and a backward pass each) have seen.
+
+    Used as `with recorder.look(model): loss = ...; recorder.forward_done(); loss.backward()`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: set[str]) -> None:
+        self.active = False
+        self.here = ""
+        self.looks = 0
+        self.classes: dict[str, str] = {}
+        self.called: set[str] = set()
+        self.order: list[str] = []
+        """Modules in the order in which they first returned."""
+        self.outputs: list[tuple[int, str, int, Tensor, Tensor, Tensor]] = []
+        """(look, module, elements, norm, lowest, highest) of every call."""
+        self.gradients: list[tuple[int, str, Tensor]] = []
+        """(look, module, norm of the gradient by the output), in the order of backward."""
+        self.streams: list[tuple[int, str, Tensor, Tensor, Tensor]] = []
+        """(look, block, norm of its input, of its output, cosine between them)."""
+        self.units: dict[str, list[tuple[int, float, Tensor, Tensor]]] = {}
+        """Activation -> (rows, cutoff, largest input of each unit [C], share above the cutoff)."""
+        self.squashes: dict[str, list[tuple[str, Tensor]]] = {}
+        """Activation -> (kind, shares below and above the flat ends [2])."""
+        self.attention: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Module -> (largest logit [H], entropy share [H]) of every call."""
+        self.samples: dict[str, Tensor] = {}
+        self.gradient_samples: dict[str, Tensor] = {}
+        self.stream_tensors: dict[str, Tensor] | None = None
+        self._blocks = blocks
+        self._model = model
+        self._stack: list[str] = []
+        self._without_gradient: set[str] = set()
+        self._backward = False
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        channels = [m for m in model.modules() if isinstance(m, kinds)]
+        self._channels = {
+            m.num_features if isinstance(m, nn.modules.batchnorm._BatchNorm) else m.out_channels
+            for m in channels
+        }
+        spiking = [m for m in model.modules() if hasattr(m, "threshold") or hasattr(m, "v_threshold")]
+        self.spiking = any(not type(m).__module__.startswith("torch.nn") for m in spiking)
+
+    @contextlib.contextmanager
+    def look(self, *, keep_streams: bool = False) -> Iterator[None]:
+        """Listen to one forward and backward pass."""
+        hooks: list[Any] = []
+        self._stack, self._backward, self._without_gradient = [], False, set()
+        self.stream_tensors = {} if keep_streams else None
+        try:
+            for name, module in self._model.named_modules():
+                self.classes[name] = type(module).__name__
+                hooks += self._listen(name, module)
+            self.active = True
+            with Watch(self):
+                yield
+        finally:
+            self.active = False
+            self.looks += 1
+            for hook in hooks:
+                hook.remove()
+
+    def forward_done(self) -> None:
+        """Say that what runs from now on is backward, or a block that it makes again."""
+        self.active, self._backward, self.here = False, True, ""
+
+    def _listen(self, name: str, module: nn.Module) -> list[Any]:
+        shown = bool(name) and not isinstance(module, NOT_SHOWN)
+        is_block = name in self._blocks
+
+        def before(_: nn.Module, __: Any) -> None:
+            if self.active:
+                self.called.add(name)
+                self._stack.append(name)
+                self.here = name
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self.active:
+                if self._backward and name in self._without_gradient:
+                    self._follow(name, first_float(output))
+                return
+            if self._stack:
+                self._stack.pop()
+            self.here = self._stack[-1] if self._stack else ""
+            if shown or is_block:
+                self._returned(name, output, (args, kwargs) if is_block else None)
+
+        return [
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def _returned(self, name: str, output: Any, inputs: Any) -> None:
+        x = first_float(output)
+        if x is None or not x.numel():
+            return
+        if name not in self.samples:
+            self.order.append(name)
+            self.samples[name] = sample(x)
+        values = x.detach()
+        with torch.no_grad():
+            norm = norm_of(values)
+            low, high = values.aminmax()
+            self.outputs.append((self.looks, name, x.numel(), norm, low, high))
+            if inputs is not None:
+                self._compare(name, first_float(inputs), values, norm)
+        if self.stream_tensors is not None and inputs is not None:
+            self.stream_tensors[name] = x
+        if x.requires_grad:
+            self._follow(name, x)
+        else:
+            self._without_gradient.add(name)
+
+    def _compare(self, name: str, before: Tensor | None, values: Tensor, norm: Tensor) -> None:
+        if before is None or before.shape != values.shape:
+            return
+        before = before.detach()
+        wide = torch.promote_types(values.dtype, torch.float32)
+        own = norm_of(before)
+        dot = (before.to(wide) * values.to(wide)).sum()
+        self.streams.append((self.looks, name, own, norm, dot / (own * norm).clamp(min=1e-30)))
+
+    def _follow(self, name: str, x: Tensor | None) -> None:
+        if x is None or not x.requires_grad:
+            return
+        look = self.looks
+
+        def arrived(gradient: Tensor) -> None:
+            with torch.no_grad():
+                self.gradients.append((look, name, norm_of(gradient)))
+                if name not in self.gradient_samples:
+                    self.gradient_samples[name] = sample(gradient)
+
+        with contextlib.suppress(RuntimeError):  # a leaf view that was changed in place
+            x.register_hook(arrived)
+
+    def rectified(self, x: Tensor, cutoff: float) -> None:
+        """Take the input of a ReLU or of its kin. Shapes: x [..., C], or [B, C, ...] of images."""
+        if not self.here:
+            return  # the loss function's own
+        dim = 1 if x.dim() > 2 and x.shape[1] in self._channels else x.dim() - 1
+        others = [d for d in range(x.dim()) if d != dim]
+        rows = x.numel() // max(x.shape[dim], 1)
+        share = (x > cutoff).sum() / x.numel()
+        self.units.setdefault(self.here, []).append((rows, cutoff, x.amax(others), share))
+
+    def squashed(self, kind: str, x: Tensor) -> None:
+        """Take the input of a tanh or sigmoid, any shape."""
+        if self.here and x.numel() > 1:
+            ends = torch.stack([(x < -FLAT[kind]).sum(), (x > FLAT[kind]).sum()]) / x.numel()
+            self.squashes.setdefault(self.here, []).append((kind, ends))
+
+    def attended(self, largest: Tensor, entropy: Tensor) -> None:
+        """Take what logit_statistics says of one call, [H] each."""
+        if self.here:
+            self.attention.setdefault(self.here, []).append((largest, entropy))
+
+
+def first_float(value: Any) -> Tensor | None:
+    """Find the first floating-point tensor in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if hasattr(value, "values") and hasattr(value, "keys"):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            found = first_float(item)
+            if found is not None:
+                return found
+    return None
+
+
+def norm_of(x: Tensor) -> Tensor:
+    """Return the 2-norm, a scalar in float32 or wider."""
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def sample(x: Tensor) -> Tensor:
+    """Take up to SAMPLED elements, evenly spread, as float32 [N]; a copy."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // SAMPLED))].float().clone()
+
+
+def find_stacks(model: nn.Module) -> list[list[str]]:
+    """Name the repeated blocks: in every container the children of the most frequent class.
+
+    Containers are ModuleList, ModuleDict, Sequential, and modules with numbered children of one
+    class (fc1, fc2, ...). Children hold a matrix each; what lies inside another stack is left out.
+    Longest first.
+    """
+    found: list[list[str]] = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        groups: dict[Any, list[str]] = {}
+        listed = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for child_name, child in module.named_children():
+            stem = "" if listed else child_name.rstrip("0123456789")
+            if (listed or stem != child_name) and any(p.dim() >= 2 for p in child.parameters()):
+                groups.setdefault((type(child), stem), []).append(prefix + child_name)
+        found += [names for names in groups.values() if len(names) >= MIN_BLOCKS]
+    outer = [
+        names
+        for names in found
+        if not any(
+            names[0].startswith(f"{member}.") for other in found for member in other if other is not names
+        )
+    ]
+    return sorted(outer, key=len, reverse=True)
+
+
+def in_sequence(names: list[str], tensors: dict[str, Tensor]) -> list[str]:
+    """Keep the blocks that lead to the last one: experts side by side, or unused ones, do not."""
+    ran = [name for name in tensors if name in set(names)]
+    last = next((n for n in reversed(ran) if tensors[n].requires_grad), None)
+    if last is None:
+        return []
+    others = [n for n in ran if n != last and tensors[n].requires_grad]
+    if not others:
+        return [last]
+    try:
+        found = torch.autograd.grad(
+            tensors[last].float().sum(),
+            [tensors[n] for n in others],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    except RuntimeError:  # reentrant checkpoints know no gradient by a tensor
+        return ran
+    kept = {n for n, g in zip(others, found, strict=True) if g is not None} | {last}
+    return [n for n in ran if n in kept]
