@@ -1,0 +1,439 @@
+"""Checks of one batch: does it fit the model, are labels and ids in range, is all of it finite."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import warnings
+from typing import Any
+
+from evidence import (
+    CannotJudge,
+    Evidence,
+    Finding,
+    UserError,
+    failed,
+    passed,
+    skipped,
+)
+
+from kit import observation
+from kit.batch_tree import leaves
+from kit.fix import caller_line, fix_at, fix_in
+from kit.state import preserved
+
+SCAN_BATCHES = 64
+SCAN_SECONDS = 2.0
+SUMS_TO_ONE, SUMS_TO_ONE_HALF = 1e-3, 2e-2
+
+
+def check_batch_mismatch(evidence: Evidence, limit: Any) -> Finding:
+    """Shapes, dtypes and devices: the loss of every first batch is a scalar, nothing broadcasts."""
+    batches = evidence.batches
+    sizes = {path: t.shape[0] for path, t in leaves(batches[0]) if t.dim() > 0}
+    for number, batch in enumerate(batches):
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                with evidence.mode(True), evidence.user():
+                    seen = observation.observe(evidence.target, batch)
+                    loss = seen.loss
+        except UserError as error:
+            if error.id != "batch-mismatch":
+                return skipped(f"batch {number} raises {error}; see {error.id}")
+            shapes = ", ".join(f"{path} {describe(t)}" for path, t in leaves(batch))
+            return failed(
+                f"loss_fn raises on batch {number}: {error} (batch: {shapes})",
+                fix=error.fix("make shapes, dtypes and devices of the batch and the model agree"),
+            )
+        if loss.numel() != 1 or not loss.is_floating_point():
+            return failed(
+                f"the loss is {describe(loss)}; it must be a floating-point scalar",
+                fix=fix_in(evidence.target.loss_fn, "return the mean over the targets"),
+            )
+        spread = broadcast_in(seen, told)
+        if spread is not None:
+            message, where = spread
+            text = "give prediction and label one shape, e.g. prediction.squeeze(-1)"
+            return failed(message, fix=None if where is None else fix_at(*where, text))
+    shown = ", ".join(f"{path} {describe(t)}" for path, t in leaves(batches[0]))
+    return passed(f"{len(batches)} batches: {shown}", value=len(set(sizes.values())))
+
+
+def describe(tensor: Any) -> str:
+    """Write dtype and shape: int64[8, 128]."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}"
+
+
+def broadcast_in(seen: Any, told: list[Any]) -> tuple[str, Any] | None:
+    """Find a loss of [B, 1] against [B], which pairs every prediction with every label."""
+    for call in seen.calls:
+        scores, labels = call.raw_scores, call.raw_labels
+        if call.kind not in ("values", "binary") or not hasattr(labels, "shape"):
+            continue
+        a, b = tuple(scores.shape), tuple(labels.shape)
+        accident = len(a) != len(b) and a != b and math.prod(a) == math.prod(b) > 1
+        if accident and call.share != 0.0:
+            return f"prediction {list(a)} and label {list(b)} broadcast to pairs", call.where
+    for warning in told:
+        if "Using a target size" in str(warning.message):
+            return str(warning.message).splitlines()[0], None
+    return None
+
+
+def check_labels_out_of_range(evidence: Evidence, limit: Any) -> Finding:
+    """Class labels lie in [0, C) or are ignored; binary labels lie in [0, 1]."""
+    try:
+        main = evidence.observed.main
+    except UserError as error:
+        if error.id != "labels-out-of-range":
+            raise
+        return failed(
+            f"loss_fn raises {error}",
+            fix=error.fix("make labels 0 to C-1, or the head as wide as there are classes"),
+        )
+    if main is None or main.kind not in ("classes", "binary"):
+        return skipped("the loss has no classes")
+    if main.kind == "binary":
+        return _binary_labels(evidence)
+    if main.labels.is_floating_point():
+        lowest = float(main.labels.min()) if main.labels.numel() else 0.0
+        fix = None if main.where is None else fix_at(*main.where, "probabilities are 0 or more")
+        if lowest < 0:
+            return failed(f"class probabilities go down to {lowest:.3g}", lowest, fix)
+        return passed("labels are probabilities", lowest)
+    classes = main.scores.shape[-1]
+    ignored = main.options.get("ignore_index", -100)
+    low, high, seen = classes, -1, 0
+    for labels in _label_tensors(evidence):
+        kept = labels[labels != ignored]
+        seen += kept.numel()
+        if kept.numel():
+            low, high = min(low, int(kept.min())), max(high, int(kept.max()))
+    if seen == 0:
+        return failed(f"every label is the ignored {ignored}: nothing is learned", 0)
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        fix = None if main.where is None else fix_at(*main.where, f"labels go from 0 to C-1, "
+                                                     f"C is {classes} here")  # fmt: skip
+        return failed(f"label {wrong} with {classes} classes (ignored: {ignored})", wrong, fix)
+    return passed(f"{seen} labels from {low} to {high} of {classes} classes", high)
+
+
+def _binary_labels(evidence: Evidence) -> Finding:
+    lowest, highest = math.inf, -math.inf
+    for seen in evidence.all_observed:
+        main = seen.main
+        if main is not None and main.kind == "binary" and main.function != "soft_margin_loss":
+            lowest = min(lowest, float(main.labels.min()))
+            highest = max(highest, float(main.labels.max()))
+    main = evidence.observed.main
+    if lowest > highest:
+        return skipped("the loss takes labels of -1 and 1")
+    if lowest < 0 or highest > 1:
+        fix = fix_at(*main.where, "labels of a binary loss are 0 to 1") if main.where else None
+        wrong = lowest if lowest < 0 else highest
+        return failed(f"binary labels go from {lowest:.4g} to {highest:.4g}", wrong, fix)
+    return passed(f"binary labels from {lowest:.3g} to {highest:.3g}", highest)
+
+
+def _label_tensors(evidence: Evidence) -> list[Any]:
+    """Labels of the loss of the first batches; of many more where a label is a tensor of them."""
+    found = [seen.main.raw_labels for seen in evidence.all_observed if seen.main is not None]
+    found = [labels for labels in found if not labels.is_floating_point()]
+    paths = evidence.paths("label")
+    return found + [
+        dict(leaves(batch))[path]
+        for batch in scanned(evidence)
+        for path in paths
+        if path in dict(leaves(batch)) and not dict(leaves(batch))[path].is_floating_point()
+        and same_values(evidence, path)
+    ]  # fmt: skip
+
+
+def same_values(evidence: Evidence, path: str) -> bool:
+    """Tell whether a tensor of the batch is what the loss calls labels, perhaps reshaped."""
+    leaf, main = dict(leaves(evidence.batches[0]))[path], evidence.observed.main
+    if main is None or not hasattr(main.raw_labels, "flatten"):
+        return False
+    given, used = leaf.flatten(), main.raw_labels.flatten()
+    return given.shape == used.shape and bool((given == used).all())
+
+
+def scanned(evidence: Evidence) -> list[Any]:
+    """Read more of the data, for a moment, without the model."""
+    if not hasattr(evidence, "many"):
+        start, found = time.perf_counter(), []
+        with preserved(evidence.target), evidence.user():
+            for batch in itertools.islice(iter(evidence.target.batches), SCAN_BATCHES):
+                found.append(batch)
+                if time.perf_counter() - start > SCAN_SECONDS:
+                    break
+        evidence.many = found
+    return evidence.many
+
+
+def check_tokens_out_of_range(evidence: Evidence, limit: Any) -> Finding:
+    """Every id that is looked up is a row of its embedding."""
+    lookups = Lookups()
+    error: UserError | None = None
+    for batch in evidence.batches:
+        try:
+            with evidence.mode(True), evidence.user(), lookups.recorded():
+                evidence.target.loss_fn(evidence.target.model, batch)
+        except UserError as raised:
+            error = raised
+            break
+    for low, high, rows, where in lookups.ranges:
+        if low < 0 or high >= rows:
+            wrong = low if low < 0 else high
+            fix = None if where is None else fix_at(*where, f"ids go from 0 to {rows - 1}; "
+                                                    "give the embedding more rows")  # fmt: skip
+            return failed(f"id {wrong} is looked up in an embedding of {rows} rows", wrong, fix)
+    if error is not None:
+        if error.id != "tokens-out-of-range":
+            raise error
+        return failed(f"loss_fn raises {error}", fix=error.fix("keep indices within the table"))
+    if not lookups.ranges:
+        return skipped("nothing is looked up in an embedding")
+    widest = _widest_ids(evidence, lookups)
+    if widest is not None:
+        return widest
+    high, rows = max((high, rows) for _, high, rows, _ in lookups.ranges)
+    return passed(f"ids up to {high}, {rows} rows", high)
+
+
+def _widest_ids(evidence: Evidence, lookups: Lookups) -> Finding | None:
+    """Look for ids out of range further on in the data."""
+    for path, leaf in leaves(evidence.batches[0]):
+        rows = [r for ids, r in lookups.looked_up if ids.shape == leaf.shape and bool((ids == leaf).all())]  # fmt: skip  # noqa: E501
+        if leaf.is_floating_point() or not rows:
+            continue
+        for number, batch in enumerate(scanned(evidence)):
+            later = dict(leaves(batch)).get(path)
+            if later is None or not later.numel():
+                continue
+            low, high = int(later.min()), int(later.max())
+            if low < 0 or high >= min(rows):
+                wrong = low if low < 0 else high
+                return failed(f"id {wrong} in {path} of batch {number}; {min(rows)} rows", wrong)
+    return None
+
+
+class Lookups:
+    """Records the ids, rows and place of every embedding lookup, also of one that raises."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int, int, Any]] = []
+        self.looked_up: list[tuple[Any, int]] = []
+
+    def recorded(self) -> Any:
+        """Give the mode that records while it is on."""
+        from torch.overrides import TorchFunctionMode
+
+        lookups = self
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                kwargs = kwargs or {}
+                if getattr(func, "__name__", "") == "embedding":
+                    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+                    lookups.note(given.get("input"), given.get("weight"))
+                return func(*args, **kwargs)
+
+        return Mode()
+
+    def note(self, ids: Any, weight: Any) -> None:
+        """Keep one lookup: ids of any shape in a table [rows, width]."""
+        if not hasattr(ids, "numel") or not hasattr(weight, "shape") or not ids.numel():
+            return
+        if weight.dim() != 2:  # torch.embedding is called with the weight first
+            return
+        if ids.is_floating_point():
+            ids, weight = weight, ids
+        rows = weight.shape[0]
+        self.ranges.append((int(ids.min()), int(ids.max()), rows, caller_line()))
+        self.looked_up.append((ids, rows))
+
+
+def check_non_finite(evidence: Evidence, limit: Any) -> Finding:
+    """Inputs, parameters, outputs, loss and gradients are finite."""
+    target = evidence.target
+    named = [*target.model.named_parameters(), *target.model.named_buffers()]
+    for name, tensor in named:
+        mask = tensor.is_floating_point() and "running" not in name and "mask" in name.lower()
+        if not mask and has_nan(tensor, infinite=name in dict(target.model.named_parameters())):
+            return failed(f"{name} holds NaN or infinity before the first step", name)
+    for number, batch in enumerate(scanned(evidence)):
+        for path, tensor in leaves(batch):
+            if has_nan(tensor) and not _survives(evidence, batch):
+                text = "drop or fill these values where the data is read"
+                return failed(f"{path} of batch {number} holds NaN or infinity", path,
+                              fix_in(type(target.batches), text))  # fmt: skip
+    for number, (seen, gradients) in enumerate(
+        zip(evidence.all_observed, evidence.first_gradients, strict=True)
+    ):
+        main = seen.main
+        where = fix_at(*main.where, "look for log(0), 0/0 or an overflow here") if main and main.where else None  # fmt: skip  # noqa: E501
+        if not bool(seen.loss.isfinite()):
+            return failed(f"the loss of batch {number} is {float(seen.loss)}", float(seen.loss),
+                          where)  # fmt: skip
+        bad = [n for n, g in gradients.items() if g is not None and has_nan(g)]
+        if bad:
+            return failed(f"the gradient of {bad[0]} ({len(bad)} tensors) is not finite", bad[0],
+                          where)  # fmt: skip
+        if any(bool(t.detach().isnan().any()) for t in seen.outputs):
+            return failed(f"the model's output for batch {number} holds NaN", number)
+    return passed("inputs, parameters, outputs, losses and gradients")
+
+
+def has_nan(tensor: Any, *, infinite: bool = True) -> bool:
+    """Tell whether a floating tensor holds NaN or, unless that is allowed, infinity."""
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    tensor = tensor.detach()
+    return bool((~tensor.isfinite()).any() if infinite else tensor.isnan().any())
+
+
+def _survives(evidence: Evidence, batch: Any) -> bool:
+    """A model may fill missing values itself, or carry minus infinity as a mask."""
+    try:
+        return bool(evidence.observe(batch).loss.isfinite())
+    except UserError:
+        return False
+
+
+def check_double_softmax(evidence: Evidence, limit: Any) -> Finding:
+    """No softmax or sigmoid is taken of scores that already went through one."""
+    seen = [s for s in evidence.all_observed if s.main is not None]
+    if not seen or seen[0].main.kind not in ("classes", "binary"):
+        return skipped("the loss takes no softmax or sigmoid")
+    for observation_ in seen:
+        for call in _decisive(observation_):
+            message = _squashed_twice(call)
+            if message is not None:
+                text = "give the loss the raw scores (logits)"
+                return failed(message[0], message[1], fix_at(*call.where, text) if call.where else None)  # fmt: skip  # noqa: E501
+    main = seen[0].main
+    note = " (log_softmax before cross_entropy changes nothing)"
+    harmless = main.function == "cross_entropy" and main.origin == "log_softmax"
+    return passed(f"{main.function} of {main.origin} scores" + (note if harmless else ""))
+
+
+def _decisive(seen: Any) -> list[Any]:
+    """Calls that decide a part of the loss worth naming."""
+    total = sum(abs(call.share) for call in seen.calls) or 1.0
+    return [c for c in seen.calls if abs(c.share) > 0.01 * total and c.kind != "other"]
+
+
+def _squashed_twice(call: Any) -> tuple[str, float] | None:
+    if call.kind == "classes":
+        classes = call.scores.shape[-1]
+        if classes < 2 or not call.scores.numel():
+            return None
+        floor = math.log(math.e + classes - 1) - 1
+        if call.is_double_softmax or _rows_on_simplex(call):
+            return (
+                f"{call.function} takes the softmax of a softmax: with {classes} classes the loss "
+                f"cannot fall below ln(e+C-1)-1 = {floor:.4f}",
+                floor,
+            )
+        takes = call.function == "cross_entropy" or call.options["log_probabilities"]
+        if takes and call.origin == "sigmoid":
+            return (
+                f"cross_entropy of sigmoid scores in [0, 1]: with {classes} classes the loss "
+                f"cannot fall below {floor:.4f}",
+                floor,
+            )
+        return None
+    if call.function in ("binary_cross_entropy", "soft_margin_loss") or call.kind != "binary":
+        return None
+    if call.origin in ("sigmoid", "softmax"):
+        labels = call.labels.detach().double()
+        floor = float((labels * math.log1p(math.exp(-1)) + (1 - labels) * math.log(2)).mean())
+        return (
+            f"{call.function} of {call.origin} scores: it takes the sigmoid itself, and the loss "
+            f"cannot fall below {floor:.4f}",
+            floor,
+        )
+    return None
+
+
+def _rows_on_simplex(call: Any) -> bool:
+    """Tell whether the scores are probabilities: one number a row, the same for every row."""
+    if call.function != "cross_entropy":
+        return False
+    rows = call.scores.detach().double()
+    half = call.scores.element_size() < 4
+    close = SUMS_TO_ONE_HALF if half else SUMS_TO_ONE
+    return bool((rows >= 0).all() and ((rows.sum(-1) - 1).abs() < close).all())
+
+
+def check_missing_log_softmax(evidence: Evidence, limit: Any) -> Finding:
+    """What takes log-probabilities gets them, what takes probabilities too."""
+    try:
+        calls = [c for seen in evidence.all_observed for c in _decisive(seen)]
+    except UserError as error:
+        if error.id != "missing-log-softmax":
+            raise
+        return failed(f"loss_fn raises {error}", fix=error.fix("use the loss that takes logits"))
+    nll = [c for c in calls if c.kind == "classes" and c.function == "nll_loss"]
+    for call in nll:
+        if call.options["log_probabilities"] or not call.scores.numel():
+            continue
+        sums = float(call.scores.detach().double().logsumexp(-1).abs().mean())
+        kind = "probabilities, not their logarithms" if call.on_simplex else "raw scores"
+        text = "use cross_entropy, or log_softmax before nll_loss"
+        return failed(
+            f"nll_loss gets {kind}: the loss falls without bound or to -1 and is no likelihood",
+            sums,
+            fix_at(*call.where, text) if call.where else None,
+        )
+    return passed("nll_loss gets log-probabilities") if nll else skipped("the loss takes logits")
+
+
+def check_dead_outputs(evidence: Evidence, limit: float) -> Finding:
+    """Outputs follow the input: swapped inputs swap the outputs."""
+    plain = evidence.outputs(evidence.batches[0])
+    if not plain:
+        return skipped("the model returns no floating-point tensor")
+    if _moves(evidence, limit) > limit:
+        return passed("the outputs follow the inputs", _moves(evidence, limit))
+    change = evidence.warmed(lambda: _moves(evidence, limit))
+    if change > limit:
+        return passed("zero at the start, follows the inputs after a few steps", change)
+    return failed(
+        "the outputs do not change with the input, also after a few steps: the model does not see "
+        "it, or is dead",
+        change,
+        fix_in(evidence.target.model, "follow the input from here; model-skeleton traces it"),
+    )
+
+
+def _moves(evidence: Evidence, limit: float) -> float:
+    """Relative change of the outputs when the examples' inputs are exchanged."""
+    from evidence import relative_change
+
+    batch = evidence.batches[0]
+    inputs = evidence.paths("input", "both") or [p for p, _ in leaves(batch)]
+    tensors = dict(leaves(batch))
+    changes = []
+    plain = evidence.outputs(batch)
+    others = [dict(leaves(b)) for b in evidence.batches[1:]]
+    rolled = {p: tensors[p].roll(1, 0) for p in inputs if tensors[p].dim() > 0}
+    candidates = [rolled] + [
+        {p: other[p] for p in inputs if p in other and other[p].shape == tensors[p].shape}
+        for other in others
+    ]
+    for candidate in candidates:
+        if not candidate or all(bool((candidate[p] == tensors[p]).all()) for p in candidate):
+            continue
+        changed = evidence.probe(observation.replaced(batch, candidate), "exchanged inputs")
+        changes.append(relative_change(plain, changed))
+    if not changes:
+        raise CannotJudge("all examples of the first batches have the same inputs")
+    return max(changes)
