@@ -98,7 +98,7 @@ class Observation:
     """The scalar, with its graph; None when loss_fn raised."""
     calls: list[LossCall] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    """Float tensors that the root model returned in its last call."""
+    """Float tensors that the root model returned, of all its calls in order."""
     error: Exception | None = None
     """What loss_fn raised, when asked to catch it."""
 
@@ -234,7 +234,7 @@ def _weigh(found: Observation) -> None:
 @contextlib.contextmanager
 def _outputs_of(model: Any, found: Observation) -> Iterator[None]:
     def keep(module: Any, arguments: Any, output: Any) -> None:
-        found.outputs = [t for _, t in leaves(output) if t.is_floating_point() and t.dim() > 0]
+        found.outputs += [t for _, t in leaves(output) if t.is_floating_point() and t.dim() > 0]
 
     handle = model.register_forward_hook(keep)
     try:
