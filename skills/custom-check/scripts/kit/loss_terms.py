@@ -57,7 +57,8 @@ class Term:
     @property
     def normalised(self) -> bool:
         """Tell whether costs are negative logarithms of probabilities that sum to one."""
-        return self.function == "cross_entropy" or self.options.get("log_probabilities", True)
+        takes_softmax = self.kind != "classes" or self.function == "cross_entropy"
+        return takes_softmax or self.options["log_probabilities"]
 
     def average(self, costs: Any) -> float:
         """Weighted mean of costs over their weighted mass."""
