@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+no_torch_function = torch._C.DisableTorchFunction
+"""Switches the mode off for what we compute ourselves."""
 ROWS, SAMPLES, HEADS = 16, 2, 64
 """Query rows, samples and heads of one call that are looked at."""
 FEW_KEYS = 4
@@ -60,7 +62,7 @@ class Watch(TorchFunctionMode):
         if func is WHOLE_ATTENTION:
             with self:  # it is a function of Python: its parts are what we look at
                 return func(*args, **kwargs)
-        with torch.no_grad():
+        with no_torch_function(), torch.no_grad():
             seen(self.recorder, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -79,9 +81,9 @@ def _clamp(recorder: Any, func: Any, args: Any, kwargs: Any) -> None:
     low = args[1] if len(args) > 1 else kwargs.get("min")
     high = args[2] if len(args) > 2 else kwargs.get("max")
     x = args[0] if args else kwargs.get("input")
-    if isinstance(low, (int, float)) and low == 0 and high is None and isinstance(x, Tensor):
-        if x.is_floating_point() and x.dim() >= 2 and x.numel():
-            recorder.rectified(x.detach(), 0.0)
+    is_relu = isinstance(low, (int, float)) and low == 0 and high is None
+    if is_relu and isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= 2 and x.numel():
+        recorder.rectified(x.detach(), 0.0)
 
 
 def _softmax(recorder: Any, func: Any, args: Any, kwargs: Any) -> None:

@@ -8,8 +8,9 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from flow_numbers import Flow, fetch, gather, parameter_norms, stacks_of
-from flow_recorder import Recorder, find_stacks, in_sequence
+from flow_numbers import Flow, fetch, gather, parameter_gradients, stacks_of
+from flow_recorder import Recorder, find_stacks, in_sequence, norms_of
+
 from kit.target import Target
 
 FP16_SCALE = 1024.0
@@ -36,7 +37,11 @@ class Look:
         self._find = stacks is None
         self.stacks = find_stacks(target.model) if stacks is None else stacks
         self.recorder = Recorder(target.model, {name for names in self.stacks for name in names})
-        self.parameters: dict[str, dict[str, list[torch.Tensor]]] = {}
+        named = [
+            (n, p) for n, p in target.model.named_parameters() if p.requires_grad and p.numel()
+        ]
+        self.names, self.weights = [n for n, _ in named], [p for _, p in named]
+        self.gradients: list[list[torch.Tensor | None]] = []
         self.losses: list[float] = []
         self.times: list[tuple[float, float]] = []
         """(plain, hooked) seconds of a forward and backward pass."""
@@ -47,18 +52,22 @@ class Look:
 
     def take(self, batch: Any, *, timed: bool = False) -> Loss:
         """Look at one batch; with `timed` the same pass runs without hooks before it."""
-        plain = self._timed(self._plain, batch) if timed else 0.0
         start = self._now()
-        loss = self._hooked(batch)
         if timed:
-            self.times.append((plain, self._now() - start))
+            self._plain(batch)
+        plain = self._now() - start
         self.target.model.zero_grad(set_to_none=True)
-        self.losses.append(loss.value)
-        return loss
+        with self.recorder.listening():
+            start = self._now()
+            loss = self._hooked(batch)
+            self.times += [(plain, self._now() - start)] if timed else []
+        self.target.model.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        self.losses.append(value)
+        return Loss(value, bool(loss.requires_grad))
 
-    def _hooked(self, batch: Any) -> Loss:
+    def _hooked(self, batch: Any) -> torch.Tensor:
         target, recorder = self.target, self.recorder
-        target.model.zero_grad(set_to_none=True)
         with recorder.look(keep_streams=self._find):
             loss = target.loss_fn(target.model, batch)
             recorder.forward_done()
@@ -68,22 +77,14 @@ class Look:
                 recorder.stream_tensors, self._find = None, False
             if loss.requires_grad:
                 (loss * self.scale).backward()
-        for name, weight, gradient in parameter_norms(target.model):
-            row = self.parameters.setdefault(name, {"weight": [], "gradient": []})
-            row["weight"].append(weight)
-            row["gradient"] += [] if gradient is None else [gradient]
-        return Loss(float(loss.detach()), bool(loss.requires_grad))
+        self.gradients.append(parameter_gradients(self.weights))
+        return loss
 
     def _plain(self, batch: Any) -> None:
         self.target.model.zero_grad(set_to_none=True)
         loss = self.target.loss_fn(self.target.model, batch)
         if loss.requires_grad:
             (loss * self.scale).backward()
-
-    def _timed(self, run: Any, batch: Any) -> float:
-        start = self._now()
-        run(batch)
-        return self._now() - start
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
@@ -95,20 +96,24 @@ class Look:
         with torch.no_grad():
             return float(self.target.loss_fn(self.target.model, batch))
 
-    def overhead(self) -> float | None:
-        """Return the time of a pass with hooks over that of a plain one, medians."""
+    def overhead(self, step_seconds: list[float]) -> float | None:
+        """Return the time of a step with hooks over that of a plain one, medians.
+
+        step_seconds: whole optimizer steps of the target without hooks.
+        """
         if not self.times:
             return None
-        plain, hooked = zip(*self.times, strict=True)
-        return statistics.median(hooked) / max(statistics.median(plain), 1e-9)
+        plain, hooked = (statistics.median(kind) for kind in zip(*self.times, strict=True))
+        whole = max(statistics.median(step_seconds or [plain]), plain, 1e-9)
+        return (whole + hooked - plain) / whole
 
     def flow(self) -> Flow:
         """Return all numbers; gradients are those of the mean loss."""
         rows = []
-        for name, found in self.parameters.items():
-            weights, gradients = fetch(found["weight"]), fetch(found["gradient"])
-            gradients = [g / self.scale for g in gradients]
-            weight = weights[-1]
+        sizes = fetch(norms_of([p.detach() for p in self.weights]))
+        looks = zip(*self.gradients, strict=True)
+        for name, weight, found in zip(self.names, sizes, looks, strict=True):
+            gradients = [g / self.scale for g in fetch([g for g in found if g is not None])]
             mean = statistics.fmean(gradients) if gradients else None
             rows.append(
                 {

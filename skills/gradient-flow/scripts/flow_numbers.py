@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flow_recorder import Recorder
+from flow_recorder import Recorder, norms_of
 from torch import Tensor, nn
 
 
@@ -70,21 +70,26 @@ def gather(recorder: Recorder, model: nn.Module, parameters: list[dict[str, Any]
 
 
 def _modules(recorder: Recorder, flow: Flow) -> None:
-    norms = fetch([norm for _, _, _, norm, _, _ in recorder.outputs])
-    lows = fetch([low for *_, low, _ in recorder.outputs])
-    highs = fetch([high for *_, high in recorder.outputs])
     looks = max(recorder.looks, 1)
     rows: dict[str, dict[str, Any]] = {}
-    for (look, name, count, *_), norm, low, high in zip(
-        recorder.outputs, norms, lows, highs, strict=True
-    ):
-        row = rows.setdefault(
-            name, {"squares": [0.0] * looks, "counts": [0] * looks, "max": 0.0, "gradients": {}}
-        )
-        row["squares"][look] += norm * norm
-        row["counts"][look] += count
-        row["max"] = max(row["max"], abs(low), abs(high))
-        if flow.bad_output is None and (math.isnan(high) or high == math.inf):
+    sizes = fetch([size for _, size, _ in recorder.largest])
+    tops = fetch([top for *_, top in recorder.largest])
+    for (name, *_), size, top in zip(recorder.largest, sizes, tops, strict=True):
+        empty = {"squares": [0.0] * looks, "counts": [0] * looks, "max": 0.0, "gradients": {}}
+        row = rows.setdefault(name, empty)
+        row["max"] = max(row["max"], size)
+        if flow.bad_output is None and (math.isnan(top) or top == math.inf):
+            flow.bad_output = name
+    masked = {name for name, row in rows.items() if row["max"] == math.inf}
+    norms = fetch([norm for *_, norm in recorder.outputs])
+    for (look, name, count, _), norm in zip(recorder.outputs, norms, strict=True):
+        if name not in rows:
+            continue
+        rows[name]["squares"][look] += norm * norm
+        rows[name]["counts"][look] += count
+        # Minus infinity is what masked logits hold: in the first look it was told apart.
+        broken = math.isnan(norm) or (norm == math.inf and name not in masked)
+        if flow.bad_output is None and broken:
             flow.bad_output = name
     for (look, name, _), norm in zip(
         recorder.gradients, fetch([g for *_, g in recorder.gradients]), strict=True
@@ -121,27 +126,24 @@ def middle(values: list[float]) -> float:
 def _units(recorder: Recorder, flow: Flow) -> None:
     for name, calls in recorder.units.items():
         widths = {len(top) for _, _, top, _ in calls}
-        shares = fetch([share for *_, share in calls])
-        row = {
-            "name": name,
-            "rows": sum(rows for rows, *_ in calls),
-            "units": max(widths),
-            "zeros": 1 - min(shares),
-            "zeros_least": 1 - max(shares),
-            "dead": None,
-        }
+        first = [(rows * len(top), on) for rows, _, top, on in calls if on is not None]
+        rows = sum(rows for rows, *_ in calls)
+        counts = fetch([on for _, on in first])
+        zeros = 1 - sum(counts) / sum(n for n, _ in first) if first else None
+        row = {"name": name, "rows": rows, "units": max(widths), "zeros": zeros, "dead": None}
         if len(widths) == 1:
             highest = torch.stack([top for _, _, top, _ in calls]).amax(0)
             row["dead"] = float((highest <= calls[0][1]).double().mean())
         flow.units.append(row)
     for name, calls in recorder.squashes.items():
-        ends = torch.stack([ends for _, ends in calls]).double().tolist()
+        beyond = fetch([count for _, _, count, _ in calls])
+        ends = [min(fetch(pair)) / n for _, n, _, pair in calls if pair]
         flow.squashes.append(
             {
                 "name": name,
                 "kind": calls[0][0],
-                "saturated": min(low + high for low, high in ends),
-                "lesser_end": min(min(pair) for pair in ends),
+                "saturated": min(b / n for b, (_, n, _, _) in zip(beyond, calls, strict=True)),
+                "lesser_end": min(ends, default=0.0),
             }
         )
 
@@ -164,9 +166,9 @@ def _heads(calls: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 def stacks_of(recorder: Recorder, flow: Flow, names: list[list[str]]) -> list[Stack]:
     """Follow gradient and size of the output over the blocks of each stack."""
     modules = {row["name"]: row for row in flow.modules}
-    cosines = fetch([cosine for *_, cosine in recorder.streams])
+    cosines = fetch([cosine for _, cosine in recorder.streams])
     alike: dict[str, list[float]] = {}
-    for (_, name, *_), cosine in zip(recorder.streams, cosines, strict=True):
+    for (name, _), cosine in zip(recorder.streams, cosines, strict=True):
         alike.setdefault(name, []).append(cosine)
     found = []
     for blocks in names:
@@ -197,20 +199,13 @@ def trend(values: list[float]) -> tuple[float, tuple[float, float]]:
     return float(fit.slope), (float(fit.slope) - reach, float(fit.slope) + reach)
 
 
-def parameter_norms(model: nn.Module) -> list[tuple[str, Tensor, Tensor | None]]:
-    """Return (name, norm of the weight, norm of the gradient or None) of what can be trained."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
-    with torch.no_grad():
-        weights = [torch.linalg.vector_norm(p.detach(), dtype=_wide(p)) for _, p in named]
-        gradients = [None if p.grad is None else _gradient_norm(p.grad) for _, p in named]
-    return [(n, w, g) for (n, _), w, g in zip(named, weights, gradients, strict=True)]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _gradient_norm(gradient: Tensor) -> Tensor:
-    if gradient.layout != torch.strided:
-        gradient = gradient.coalesce().values()
-    return torch.linalg.vector_norm(gradient, dtype=_wide(gradient))
+def parameter_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
+    """Return the norm of the gradient of each parameter, None where there is none."""
+    found = [
+        None
+        if p.grad is None
+        else (p.grad if p.grad.layout == torch.strided else p.grad.coalesce().values())
+        for p in parameters
+    ]
+    norms = iter(norms_of([gradient for gradient in found if gradient is not None]))
+    return [None if gradient is None else next(norms) for gradient in found]

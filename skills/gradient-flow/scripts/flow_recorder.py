@@ -8,15 +8,18 @@ on the device and are fetched once, at the end.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from flow_attention import FLAT, Watch
+from flow_attention import FLAT, Watch, no_torch_function
 from torch import Tensor, nn
 
 MIN_BLOCKS = 4
 """Fewer repeated blocks show no trend over depth."""
+SMALL = 65536
+"""Elements of a tensor that may wait for a common call; larger ones are not kept alive."""
 SAMPLED = 2048
 """Elements of a tensor that histograms are made of."""
 NOT_SHOWN = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Dropout, nn.Identity, nn.Flatten)
@@ -36,16 +39,20 @@ class Recorder:
         self.called: set[str] = set()
         self.order: list[str] = []
         """Modules in the order in which they first returned."""
-        self.outputs: list[tuple[int, str, int, Tensor, Tensor, Tensor]] = []
-        """(look, module, elements, norm, lowest, highest) of every call."""
+        self.outputs: list[tuple[int, str, int, Tensor]] = []
+        """(look, module, elements, norm) of every call."""
+        self.largest: list[tuple[str, Tensor, Tensor]] = []
+        """(module, largest in size, largest) of the calls of the first look."""
         self.gradients: list[tuple[int, str, Tensor]] = []
         """(look, module, norm of the gradient by the output), in the order of backward."""
-        self.streams: list[tuple[int, str, Tensor, Tensor, Tensor]] = []
-        """(look, block, norm of its input, of its output, cosine between them)."""
-        self.units: dict[str, list[tuple[int, float, Tensor, Tensor]]] = {}
-        """Activation -> (rows, cutoff, largest input of each unit [C], share above the cutoff)."""
-        self.squashes: dict[str, list[tuple[str, Tensor]]] = {}
-        """Activation -> (kind, shares below and above the flat ends [2])."""
+        self.streams: list[tuple[str, Tensor]] = []
+        """(block, cosine between its input and its output)."""
+        self.units: dict[str, list[tuple[int, float, Tensor, Tensor | None]]] = {}
+        """Activation -> (rows, cutoff, largest input of each unit [C], how many are above it, first
+        look)."""
+        self.squashes: dict[str, list[tuple[str, int, Tensor, list[Tensor]]]] = {}
+        """Activation -> (kind, elements, how many are beyond both ends, at each end in the first
+        look)."""
         self.attention: dict[str, list[tuple[Tensor, Tensor]]] = {}
         """Module -> (largest logit [H], entropy share [H]) of every call."""
         self.samples: dict[str, Tensor] = {}
@@ -54,6 +61,10 @@ class Recorder:
         self._blocks = blocks
         self._model = model
         self._stack: list[str] = []
+        self._waiting: list[tuple[str, Tensor, int]] = []
+        self._waiting_gradients: list[tuple[str, Tensor]] = []
+        self._written: set[str] = set()
+        """Modules whose output was changed in place after they returned it."""
         self._without_gradient: set[str] = set()
         self._backward = False
         kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -62,35 +73,50 @@ class Recorder:
             m.num_features if isinstance(m, nn.modules.batchnorm._BatchNorm) else m.out_channels
             for m in channels
         }
-        spiking = [m for m in model.modules() if hasattr(m, "threshold") or hasattr(m, "v_threshold")]
+        spiking = [
+            m for m in model.modules() if hasattr(m, "threshold") or hasattr(m, "v_threshold")
+        ]
         self.spiking = any(not type(m).__module__.startswith("torch.nn") for m in spiking)
 
     @contextlib.contextmanager
-    def look(self, *, keep_streams: bool = False) -> Iterator[None]:
-        """Listen to one forward and backward pass."""
+    def listening(self) -> Iterator[None]:
+        """Hold the hooks; between looks they do nothing."""
         hooks: list[Any] = []
-        self._stack, self._backward, self._without_gradient = [], False, set()
-        self.stream_tensors = {} if keep_streams else None
         try:
             for name, module in self._model.named_modules():
-                self.classes[name] = type(module).__name__
                 hooks += self._listen(name, module)
-            self.active = True
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextlib.contextmanager
+    def look(self, *, keep_streams: bool = False) -> Iterator[None]:
+        """Look at one forward and backward pass."""
+        self._stack, self._backward, self._without_gradient = [], False, set()
+        self.stream_tensors = {} if keep_streams else None
+        self.active = True
+        try:
             with Watch(self):
                 yield
+            self._settle()
         finally:
             self.active = False
             self.looks += 1
-            for hook in hooks:
-                hook.remove()
+            self._waiting.clear()
+            self._waiting_gradients.clear()
 
     def forward_done(self) -> None:
         """Say that what runs from now on is backward, or a block that it makes again."""
         self.active, self._backward, self.here = False, True, ""
+        with torch.no_grad():
+            self._settle()
 
     def _listen(self, name: str, module: nn.Module) -> list[Any]:
         shown = bool(name) and not isinstance(module, NOT_SHOWN)
         is_block = name in self._blocks
+        if name not in self.classes:
+            self.classes[name] = type(module).__name__
 
         def before(_: nn.Module, __: Any) -> None:
             if self.active:
@@ -107,7 +133,8 @@ class Recorder:
                 self._stack.pop()
             self.here = self._stack[-1] if self._stack else ""
             if shown or is_block:
-                self._returned(name, output, (args, kwargs) if is_block else None)
+                with no_torch_function():  # or the mode would meet every attribute that we read
+                    self._returned(name, output, (args, kwargs) if is_block else None)
 
         return [
             module.register_forward_pre_hook(before),
@@ -118,16 +145,17 @@ class Recorder:
         x = first_float(output)
         if x is None or not x.numel():
             return
+        values = x.detach()
         if name not in self.samples:
             self.order.append(name)
             self.samples[name] = sample(x)
-        values = x.detach()
         with torch.no_grad():
-            norm = norm_of(values)
-            low, high = values.aminmax()
-            self.outputs.append((self.looks, name, x.numel(), norm, low, high))
             if inputs is not None:
-                self._compare(name, first_float(inputs), values, norm)
+                self._compare(name, first_float(inputs), values)
+            self._waiting.append((name, values, values._version))
+            # What is written to later, and what is large, is looked at now.
+            if name in self._written or values.numel() > SMALL:
+                self._settle()
         if self.stream_tensors is not None and inputs is not None:
             self.stream_tensors[name] = x
         if x.requires_grad:
@@ -135,25 +163,49 @@ class Recorder:
         else:
             self._without_gradient.add(name)
 
-    def _compare(self, name: str, before: Tensor | None, values: Tensor, norm: Tensor) -> None:
-        if before is None or before.shape != values.shape:
+    def _settle(self) -> None:
+        """Take the norms of all that waits, in one call for each device and dtype.
+
+        Largest values are taken in the first look only: later ones are told by their norms.
+        """
+        waiting = self._waiting
+        found = norms_of([values for _, values, _ in waiting])
+        if self.looks == 0 and waiting:
+            sizes = [torch.linalg.vector_norm(values, math.inf) for _, values, _ in waiting]
+            tops = torch._foreach_max([values for _, values, _ in waiting])
+            self.largest += [
+                (name, size, top)
+                for (name, *_), size, top in zip(waiting, sizes, tops, strict=True)
+            ]
+        for (name, values, version), norm in zip(waiting, found, strict=True):
+            self.outputs.append((self.looks, name, values.numel(), norm))
+            if values._version != version:
+                self._written.add(name)
+        waiting.clear()
+        found = norms_of([gradient for _, gradient in self._waiting_gradients])
+        for (name, _), norm in zip(self._waiting_gradients, found, strict=True):
+            self.gradients.append((self.looks, name, norm))
+        self._waiting_gradients.clear()
+
+    def _compare(self, name: str, before: Tensor | None, values: Tensor) -> None:
+        if self.looks or before is None or before.shape != values.shape:
             return
-        before = before.detach()
         wide = torch.promote_types(values.dtype, torch.float32)
-        own = norm_of(before)
-        dot = (before.to(wide) * values.to(wide)).sum()
-        self.streams.append((self.looks, name, own, norm, dot / (own * norm).clamp(min=1e-30)))
+        one, other = before.detach().reshape(-1).to(wide), values.reshape(-1).to(wide)
+        size = torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other)
+        self.streams.append((name, torch.dot(one, other) / size.clamp(min=1e-30)))
 
     def _follow(self, name: str, x: Tensor | None) -> None:
         if x is None or not x.requires_grad:
             return
-        look = self.looks
 
         def arrived(gradient: Tensor) -> None:
             with torch.no_grad():
-                self.gradients.append((look, name, norm_of(gradient)))
                 if name not in self.gradient_samples:
                     self.gradient_samples[name] = sample(gradient)
+                self._waiting_gradients.append((name, gradient.detach()))
+                if gradient.numel() > SMALL:
+                    self._settle()
 
         with contextlib.suppress(RuntimeError):  # a leaf view that was changed in place
             x.register_hook(arrived)
@@ -165,14 +217,15 @@ class Recorder:
         dim = 1 if x.dim() > 2 and x.shape[1] in self._channels else x.dim() - 1
         others = [d for d in range(x.dim()) if d != dim]
         rows = x.numel() // max(x.shape[dim], 1)
-        share = (x > cutoff).sum() / x.numel()
-        self.units.setdefault(self.here, []).append((rows, cutoff, x.amax(others), share))
+        on = (x > cutoff).sum() if self.looks == 0 else None
+        self.units.setdefault(self.here, []).append((rows, cutoff, x.amax(others), on))
 
     def squashed(self, kind: str, x: Tensor) -> None:
         """Take the input of a tanh or sigmoid, any shape."""
         if self.here and x.numel() > 1:
-            ends = torch.stack([(x < -FLAT[kind]).sum(), (x > FLAT[kind]).sum()]) / x.numel()
-            self.squashes.setdefault(self.here, []).append((kind, ends))
+            ends = [] if self.looks else [(x < -FLAT[kind]).sum(), (x > FLAT[kind]).sum()]
+            calls = self.squashes.setdefault(self.here, [])
+            calls.append((kind, x.numel(), (x.abs() > FLAT[kind]).sum(), ends))
 
     def attended(self, largest: Tensor, entropy: Tensor) -> None:
         """Take what logit_statistics says of one call, [H] each."""
@@ -194,9 +247,17 @@ def first_float(value: Any) -> Tensor | None:
     return None
 
 
-def norm_of(x: Tensor) -> Tensor:
-    """Return the 2-norm, a scalar in float32 or wider."""
-    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each, in float32 or wider; one call for each device and dtype."""
+    groups: dict[tuple[Any, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    found: dict[int, Tensor] = {}
+    for (_, dtype), members in groups.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([tensors[i] for i in members], 2, dtype=wide)
+        found.update(zip(members, norms, strict=True))
+    return [found[index] for index in range(len(tensors))]
 
 
 def sample(x: Tensor) -> Tensor:
@@ -222,12 +283,11 @@ def find_stacks(model: nn.Module) -> list[list[str]]:
             if (listed or stem != child_name) and any(p.dim() >= 2 for p in child.parameters()):
                 groups.setdefault((type(child), stem), []).append(prefix + child_name)
         found += [names for names in groups.values() if len(names) >= MIN_BLOCKS]
+    members = [(names, f"{member}.") for names in found for member in names]
     outer = [
         names
         for names in found
-        if not any(
-            names[0].startswith(f"{member}.") for other in found for member in other if other is not names
-        )
+        if not any(names[0].startswith(member) for other, member in members if other is not names)
     ]
     return sorted(outer, key=len, reverse=True)
 

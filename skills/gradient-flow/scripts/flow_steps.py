@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from kit.target import Target
 from torch import Tensor, nn
+
+from kit.target import Target
 
 OWN_LR = 1e-3
 """Of the AdamW that warms up a target without an optimizer."""
@@ -42,6 +44,8 @@ class Steps:
         self.scaled_by = 1.0
         """Peak learning rate over that of the last step, the largest of all groups."""
         self.moved = False
+        self.seconds: list[float] = []
+        """Of every step taken."""
 
     def _endless(self) -> Iterator[Any]:
         while True:
@@ -54,7 +58,9 @@ class Steps:
     def take(self) -> None:
         """Take one optimizer step and keep the ratios."""
         before = [p.detach().clone() for _, p in self.matrices]
+        start = time.perf_counter()
         rates = self._step()
+        self.seconds.append(time.perf_counter() - start)
         if not self.matrices or self.own or not any(rates.values()):
             return
         self.moved = True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from typing import Any
 
 from flow_numbers import Flow, Stack
+
 from kit.fix import fix_in
 from kit.report import Report
 from kit.target import Target
@@ -61,7 +63,12 @@ class Judge:
             if not type(module).__module__.startswith(("torch.", "transformers.")):
                 found = fix_in(type(module), text, pattern) if pattern else None
                 return found or fix_in(module, text)
-        return None
+        return self.in_file(text, pattern or r"init\b|init\.|nn\.\w+\(")
+
+    def in_file(self, text: str, pattern: str) -> dict[str, Any] | None:
+        """Name the first line that matches in the file that holds the target's loss function."""
+        module = sys.modules.get(getattr(self.target.loss_fn, "__module__", ""))
+        return None if module is None else fix_in(module, text, pattern)
 
     def non_finite(self) -> None:
         """Name the module in which NaN or infinity appears first."""
@@ -143,9 +150,9 @@ class Judge:
             return
         slope, limit = stack.slope, self.limits["vanishing-gradient"]
         change = math.exp(abs(slope) * (count - 1))
-        steep = abs(slope) > limit and change >= self.limits[
-            "short-stack" if count < SHORT else "decade"
-        ]
+        short = "short-stack-vanishing" if slope > 0 else "short-stack-exploding"
+        least = self.limits["decade" if count >= SHORT else short]
+        steep = abs(slope) > limit and change >= least
         bad = steep or (count >= SHORT and change >= self.limits["deep-stack"])
         low, high = stack.interval or (math.nan, math.nan)
         told = f"{change:.3g}x over {count} blocks, {where}; 95 % [{low:.3f}, {high:.3f}]"
@@ -227,7 +234,7 @@ class Judge:
         value = _growth(worst)
         logs = [math.log(max(r, 1e-300)) for r in worst.rms]
         steep = (logs[-1] - logs[0]) / (len(logs) - 1) > slope
-        fail = value > limit and steep
+        fail = value > limit and steep and logs[-1] - logs[0] > math.log(self.limits["decade"])
         told = f"{worst.rms[-1] / worst.rms[0]:.3g}x over {len(logs)} blocks"
         text = "normalise what a block adds, or scale it by 1/sqrt(2 * blocks)"
         self.add(
@@ -304,7 +311,9 @@ class Judge:
         high, low = limits["update-ratio-high"], limits["update-ratio-low"]
         message, fail = f"{by_matrix[least]:.1e} ({least}) to {by_matrix[most]:.1e} ({most})", True
         if lost and statistics.median(lost) > limits["update-lost"]:
-            message = f"{statistics.median(lost):.0%} of the 16-bit weights do not move: rounded away"
+            message = (
+                f"{statistics.median(lost):.0%} of the 16-bit weights do not move: rounded away"
+            )
         elif middle > limits["update-ratio-broken"] or (middle > high and rose):
             message = f"too large: the loss went from {self.seen.loss_before:.3g} to " + (
                 f"{self.seen.loss_after:.3g}; {message}"
@@ -337,11 +346,8 @@ class Judge:
         """Name where a foreign target makes its optimizer, or the project's setting."""
         if self.target.kind == "project":
             return None
-        import sys
-
-        module = sys.modules.get(getattr(self.target.loss_fn, "__module__", ""), None)
         text = "the learning rate and the parameters given to the optimizer"
-        return None if module is None else fix_in(module, text, r"optim\.\w+\(|\blr\s*=")
+        return self.in_file(text, r"optim\.\w+\(|\blr\s*=")
 
     def describe(self) -> None:
         """Fill numbers, evidence and summary."""
@@ -372,10 +378,8 @@ class Judge:
         if slowest is not None:
             report.evidence.append(f"a step with hooks took {slowest:.2f} x the plain one")
         if flow.not_called:
-            shown = ", ".join(flow.not_called[:3])
-            report.evidence.append(
-                f"{len(flow.not_called)} modules did not run, such as experts without tokens: {shown}"
-            )
+            shown = f"{len(flow.not_called)} modules: {', '.join(flow.not_called[:3])}"
+            report.evidence.append(f"not run, as experts without tokens are: {shown}")
 
 
 def _finite(values: list[float]) -> bool:

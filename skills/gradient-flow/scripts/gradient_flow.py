@@ -40,7 +40,8 @@ THRESHOLDS = {
     "vanishing-gradient": 0.2302585,  # ln(10)/10: slope of log gradient norm by block
     "exploding-gradient": 0.2302585,  # the same slope, gradients growing towards the input
     "decade": 10.0,  # change over the whole stack without which no slope is judged
-    "short-stack": 1000.0,  # the same for fewer than 10 blocks
+    "short-stack-vanishing": 1000.0,  # the same for fewer than 10 blocks
+    "short-stack-exploding": 100.0,  # and where gradients grow towards the input
     "deep-stack": 30.0,  # change over the whole stack that fails whatever the slope
     "dead-units": 0.95,  # share of a layer's units that are off on all batches; above it fails
     "saturated-units": 0.95,  # share of a tanh's or sigmoid's inputs beyond its slope
@@ -184,7 +185,7 @@ def _measure(target: Target, batches: int, steps: int, call: cli.Invocation | No
         steps=taker,
         loss_before=before.value,
         loss_after=after,
-        overhead=warm.overhead(),
+        overhead=warm.overhead(taker.seconds[1:]),
         seconds=time.perf_counter() - start,
         failed_at=failed_at,
     )
