@@ -204,20 +204,6 @@ def test_the_time_left_comes_from_the_expectation_or_the_progress(tmp_path):
     assert job.describe_status(running, "x") == wanted
 
 
-def test_progress_is_few_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(job, "LEAST_SECONDS_BETWEEN_LINES", 0.0)
-    work = job.Job(tmp_path, "custom-check")
-    for number in range(1, 101):
-        work.progress(number, 100, "steps")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["25/100 steps", "50/100 steps", "75/100 steps", "100/100 steps"]
-
-
-def test_durations_are_written_for_people():
-    shown = [job.duration(seconds) for seconds in (0.2, 8, 200, 9000)]
-    assert shown == ["1 s", "8 s", "3 min", "2.5 h"]
-
-
 def test_folders_of_one_second_differ_and_sort_by_time(tmp_path):
     folders = [job.new_folder(tmp_path, "custom-check") for _ in range(3)]
     assert len(set(folders)) == 3 and folders == sorted(folders)

@@ -12,6 +12,9 @@ report       checks, verdict, report.json, the short text, the ledger
 layouts      a project's configuration for some ranks, and a small model of its kind
 memory       bytes alive, highest, of the training state
 fewer_ranks  a layout cut down to the ranks that a CPU can fork
+progress     a bar on a terminal, a few lines elsewhere
+statistics   tests and intervals of few runs (scipy)
+plots        pictures of one look (matplotlib)
 job          the run's folder: lock, state.json, progress, detach, status, wait
 check_ids    the table of check ids
 errors       the one exception for bad input

@@ -56,6 +56,7 @@ def parts_of(returned: Any, what: str, seed: int) -> Parts:
     if hf_trainer.is_trainer(returned):
         with user_code(f"the Trainer of {what}"):
             return Parts(**hf_trainer.parts(returned, what, seed))
+    found: dict[str, Any]
     if isinstance(returned, Mapping):
         found = _known_keys(returned, what)
     elif isinstance(returned, (tuple, list)) and len(returned) in (2, 3, 4):

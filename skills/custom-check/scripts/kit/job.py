@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
+from .progress import Progress, duration
 from .report import EXIT_CODES, write_json
 
 STATE, LOCK, LOG = "state.json", "lock", "log.txt"
@@ -26,7 +27,6 @@ DETACHED = "CURRY_KIT_DETACHED"
 START_SECONDS = 60.0
 POLL_SECONDS = 0.2
 HEARTBEAT_SECONDS = 30.0
-LEAST_SECONDS_BETWEEN_LINES = 2.0
 
 
 class Job:
@@ -34,8 +34,8 @@ class Job:
 
     def __init__(self, out: Path, skill: str) -> None:
         self.out = out
-        self.last_written = self.last_printed = 0.0
-        self.quarter = 0
+        self.last_written = 0.0
+        self.bar = Progress()
         self.state: dict[str, Any] = {
             "schema": 1,
             "skill": skill,
@@ -61,19 +61,11 @@ class Job:
         self._write()
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Report progress: in place on a terminal, else a line a quarter, and in state.json."""
+        """Report progress: a bar on a terminal, else a line a quarter, and in state.json."""
         self.state.update(done=done, total=total)
-        now = time.time()
-        if now - self.last_written > 1.0:
+        if time.time() - self.last_written > 1.0:
             self._write()
-        line = f"{done}/{total}{f' {note}' if note else ''}"
-        if sys.stderr.isatty():
-            print(f"\r{line}\033[K", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif 4 * done // total > self.quarter:
-            self.quarter = 4 * done // total
-            if now - max(self.last_printed, self.state["started"]) > LEAST_SECONDS_BETWEEN_LINES:
-                self.last_printed = now
-                say(line)
+        self.bar.show(done, total, note)
 
     def finish(self, code: int, error: str | None) -> None:
         """Write how it ended."""
@@ -88,13 +80,6 @@ class Job:
 def say(line: str) -> None:
     """Print one line of progress to stderr; stdout is the report's."""
     print(line, file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Write a time for people: 8 s, 3 min, 2.5 h."""
-    if seconds < 120:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def new_folder(project: Path, skill: str) -> Path:

@@ -86,7 +86,7 @@ def _optimizers_of(returned: Any, what: str) -> tuple[list[Any], list[Any]]:
 
     optimizer = torch.optim.Optimizer
     schedulers: list[Any] = []
-    entries = [returned] if isinstance(returned, (optimizer, Mapping)) else returned
+    entries: Any = [returned] if isinstance(returned, (optimizer, Mapping)) else returned
     if entries is None:
         return [], []
     if not isinstance(entries, (list, tuple)):
@@ -173,11 +173,11 @@ def _backward_into(losses: list[Any]) -> Iterator[None]:
     import torch
 
     genuine = torch.Tensor.backward
-    torch.Tensor.backward = lambda loss, *_, **__: losses.append(loss)
+    setattr(torch.Tensor, "backward", lambda loss, *_, **__: losses.append(loss))  # noqa: B010
     try:
         yield
     finally:
-        torch.Tensor.backward = genuine
+        setattr(torch.Tensor, "backward", genuine)  # noqa: B010
 
 
 class _AutomaticStep:
