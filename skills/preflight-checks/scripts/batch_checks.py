@@ -164,15 +164,17 @@ def same_values(evidence: Evidence, path: str) -> bool:
 
 def scanned(evidence: Evidence) -> list[Any]:
     """Read more of the data, for a moment, without the model."""
-    if not hasattr(evidence, "many"):
-        start, found = time.perf_counter(), []
-        with preserved(evidence.target), evidence.user():
-            for batch in itertools.islice(iter(evidence.target.batches), SCAN_BATCHES):
-                found.append(batch)
-                if time.perf_counter() - start > SCAN_SECONDS:
-                    break
-        evidence.many = found
-    return evidence.many
+    return evidence.once("scanned", lambda: _scan(evidence))
+
+
+def _scan(evidence: Evidence) -> list[Any]:
+    start, found = time.perf_counter(), []
+    with preserved(evidence.target), evidence.user():
+        for batch in itertools.islice(iter(evidence.target.batches), SCAN_BATCHES):
+            found.append(batch)
+            if time.perf_counter() - start > SCAN_SECONDS:
+                break
+    return found
 
 
 def check_tokens_out_of_range(evidence: Evidence, limit: Any) -> Finding:

@@ -92,6 +92,15 @@ class Evidence:
         self.target = target
         self.torch = sys.modules["torch"]
         self.handed_over_in_training = bool(target.model.training)
+        self.overrides: list[str] = []
+        self.project: Path | None = None
+        self._kept: dict[str, Any] = {}
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Measure what several checks look at, the first time that one asks."""
+        if name not in self._kept:
+            self._kept[name] = measure()
+        return self._kept[name]
 
     # What is there -----------------------------------------------------------------------------
 
@@ -257,13 +266,6 @@ def observation_size(evidence: Evidence) -> int:
     if hasattr(labels, "dim") and labels.dim() == 1 and len(labels) in sizes:
         return len(labels)
     return max(set(sizes), key=sizes.count)
-
-
-def relative_path(path: Path) -> str:
-    """Show a path from the current folder."""
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
 
 
 def relative_change(before: list[Any], after: list[Any]) -> float:

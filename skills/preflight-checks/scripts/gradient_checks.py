@@ -13,7 +13,7 @@ from kit.fix import fix_in
 from kit.state import preserved
 
 NEGLIGIBLE = 1e-6
-"""Share of the largest gradient below which one is rounding noise: a bias before a norm has such."""
+"""Share of the largest gradient below which one is rounding noise, as of a bias before a norm."""
 CHOOSERS = {"topk", "argmax", "sort", "argsort", "multinomial", "gumbel_softmax", "one_hot"}
 
 
@@ -110,9 +110,7 @@ def check_unused_parameters(evidence: Evidence, limit: Any) -> Finding:
 
 def _experts(evidence: Evidence) -> set[str]:
     """Parameters below a module that chooses among several by topk, argmax or the like."""
-    if not hasattr(evidence, "routed"):
-        evidence.routed = routed_parameters(evidence)
-    return evidence.routed
+    return evidence.once("routed", lambda: routed_parameters(evidence))
 
 
 def routed_parameters(evidence: Evidence) -> set[str]:

@@ -27,6 +27,7 @@ for folder in (KIT_HOME, SCRIPTS):
 
 import batch_checks  # noqa: E402
 import gradient_checks  # noqa: E402
+import leakage_checks  # noqa: E402
 from evidence import (  # noqa: E402
     CannotJudge,
     Evidence,
@@ -44,6 +45,10 @@ from kit.target import Target  # noqa: E402
 
 SKILL = "preflight-checks"
 THRESHOLDS = {
+    "batch-size-dependence": 1e-4,  # of the outputs' size; 500 times that in half precision
+    "example-leakage": 1e-6,  # largest gradient by another example over the example's own
+    "future-leakage": 1e-4,  # gradient by a later token over the score's largest
+    "label-shift": 0.8,  # share of the labels that are the next token
     "dead-outputs": 1e-6,  # relative change of the outputs when inputs are exchanged
 }
 CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
@@ -58,6 +63,10 @@ CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
     ("unused-parameters", gradient_checks.check_unused_parameters),
     ("optimizer-parameters", gradient_checks.check_optimizer_parameters),
     ("parameters-still", gradient_checks.check_parameters_still),
+    ("example-leakage", leakage_checks.check_example_leakage),
+    ("future-leakage", leakage_checks.check_future_leakage),
+    ("label-shift", leakage_checks.check_label_shift),
+    ("batch-size-dependence", leakage_checks.check_batch_size_dependence),
     ("weight-decay-groups", gradient_checks.check_weight_decay_groups),
 ]
 
