@@ -87,6 +87,7 @@ class Found:
 
 def judge(row: Row, folder: Path, *flags: object) -> Found:
     """Put a planted bug before the check of its stage."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{row.name.replace('-', '_')}.py"
     path.write_text(row.source(), encoding="utf-8")
     return examine(f"{path}:{row.on.partition(':')[2]}", row.stage, folder, *flags)
@@ -98,8 +99,9 @@ def judge_clean(target: str, folder: Path, stage: str = PREFLIGHT) -> Found:
 
 
 def examine(spec: str, stage: str, folder: Path, *flags: object) -> Found:
-    """Run a skill's script with --target and read its report."""
+    """Run a skill's script with --target FILE.py:FUNCTION and read its report."""
     script = processes.ROOT / "skills" / stage / "scripts" / f"{stage.replace('-', '_')}.py"
+    folder.mkdir(parents=True, exist_ok=True)
     report = folder / f"{stage}.json"
     words = ["--target", spec, "--seed", 0, "--out", folder / "out", "--json", report, *flags]
     done = processes.run(script, *words, cwd=folder)
@@ -124,3 +126,12 @@ def wrong(row: Row, found: Found) -> str:
 def only_by(row: Row, found: Found, check: str) -> bool:
     """Tell whether the row would be red without one check."""
     return bool(wrong(row, Found(found.code, found.fail - {check}, found.unclear, found.text)))
+
+
+def accused(found: Found) -> str:
+    """Say what a clean model was accused of; empty when nothing is wrong with the answer."""
+    if found.code == 2 or not found.text:
+        return "not judged"
+    said = [f"fails {', '.join(sorted(found.fail))}"] if found.fail else []
+    said += [f"unclear {', '.join(sorted(found.unclear))}"] if found.unclear else []
+    return "; ".join(said)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from planted.row import FLOW, INIT, ONE_BATCH, Row
+from planted.row import FLOW, INIT, ONE_BATCH, PREFLIGHT, Row
 
 STILL = ("parameters-still",)
 UNREACHED = ("parameters-still", "unused-parameters", "no-gradient")
 
 
-def told(name, on, *edits, fails, says, may=(), stage="preflight-checks") -> Row:
-    """Make a row whose bug was told in words."""
-    return Row(name, on, edits, fails, says, may=may, stage=stage, before_check=True)
+def told(name, on, *edits, fails, says, may=(), stage=PREFLIGHT, before=True) -> Row:
+    """Make a row whose bug was told in words; `before` means before its check existed."""
+    return Row(name, on, edits, fails, says, may=may, stage=stage, before_check=before)
 
 
 LOOP = [
@@ -481,8 +481,7 @@ START = [
         "embedding-tied-and-large",
         "lm.py:build",
         ("nn.init.normal_(self.tokens.weight, std=0.05)", "nn.init.normal_(self.tokens.weight)"),
-        fails=("initial-loss",),
-        may=("logit-scale",),
+        fails=("initial-loss", "logit-scale"),
         stage=INIT,
         says="A tied embedding with std 1 is fine as an input and far too large as a head.",
     ),
@@ -535,20 +534,21 @@ START = [
     told(
         "tanh-saturated",
         "deep.py:stack",
-        ("GAIN = 1.1", "GAIN = 30.0"),
+        ("GAIN = 1.1", "GAIN = 300.0"),
         fails=("saturated-units",),
         may=("vanishing-gradient", "exploding-gradient", "update-ratio"),
         stage=FLOW,
         says="All units of a tanh stand at +1 or -1.",
+        before=False,
     ),
     told(
         "units-dead",
         "deep.py:residual",
         (
-            "        self.norm = nn.LayerNorm(WIDTH)\n",
-            "        self.norm = nn.LayerNorm(WIDTH)\n"
-            "        for layer in self.layers[4:6]:\n"
-            "            nn.init.constant_(layer[0].bias, -10.0)\n",
+            "        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))\n",
+            "        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))\n"
+            "        for block in self.blocks[4:6]:\n"
+            "            nn.init.constant_(block.up.bias, -10.0)\n",
         ),
         fails=("dead-units",),
         may=("update-ratio", "vanishing-gradient"),
@@ -558,11 +558,12 @@ START = [
     told(
         "residual-stream-grows",
         "deep.py:residual",
-        ("x = x + layer(norm(x))", "x = x + 3.0 * x + layer(x)"),
+        ("self.down(torch.relu(self.up(self.norm(x))))", "8.0 * self.down(torch.relu(self.up(x)))"),
         fails=("residual-growth",),
         may=("exploding-gradient", "vanishing-gradient", "update-ratio"),
         stage=FLOW,
-        says="The stream is added to itself in every block and grows with a power of the depth.",
+        says="A factor in the place of a norm: the stream grows with a power of the depth.",
+        before=False,
     ),
     told(
         "scores-not-scaled",
@@ -572,8 +573,8 @@ START = [
             "        self.out = ",
             "        nn.init.normal_(self.qkv.weight, std=1.0)\n        self.out = ",
         ),
-        fails=("attention-logits",),
-        may=("attention-entropy", "update-ratio", "exploding-gradient", "vanishing-gradient"),
+        fails=("attention-logits", "attention-entropy"),
+        may=("update-ratio", "exploding-gradient", "vanishing-gradient"),
         stage=FLOW,
         says="Scores are multiplied where they should be divided: attention picks one token.",
     ),
@@ -591,4 +592,75 @@ START = [
     ),
 ]
 
-DESCRIBED = [*LOOP, *GRAPH, *DATA, *LOSS, *LANGUAGE, *START]
+MEMORY = [
+    told(
+        "tanh-after-the-last-layer",
+        "mlp.py:build",
+        ("return self.head(x)", "return torch.tanh(self.head(x))"),
+        fails=("one-batch-floor",),
+        stage=ONE_BATCH,
+        says="Scores end in a tanh: even one batch cannot be learnt by heart.",
+    ),
+    told(
+        "nothing-to-learn",
+        "mlp.py:build",
+        (
+            "    return F.cross_entropy(model(x), y)",
+            "    loss = F.cross_entropy(model(x), y)\n    return loss.detach().requires_grad_()",
+        ),
+        fails=("no-learning",),
+        may=("one-batch-floor",),
+        stage=ONE_BATCH,
+        says="The loss is cut from the model; 300 steps leave it where it was.",
+    ),
+    told(
+        "optimizer-of-another-model",
+        "mlp.py:build",
+        ("    scheduler = ", "    model = Classifier()\n    scheduler = "),
+        fails=("optimizer-parameters",),
+        may=("no-learning", "one-batch-floor"),
+        stage=ONE_BATCH,
+        says="The loss stays the same to four digits for 300 steps: another model is trained.",
+    ),
+    told(
+        "bias-of-other-data",
+        "mlp.py:build",
+        (
+            "        self.head = nn.Linear(32, CLASSES)\n",
+            "        self.head = nn.Linear(32, CLASSES)\n        self.head.bias.data[0] = 5.0\n",
+        ),
+        fails=("head-prior-bias",),
+        may=("initial-loss", "logit-scale"),
+        stage=INIT,
+        says="The last bias was set to the class frequencies of another data set.",
+        before=False,
+    ),
+    told(
+        "overflow-in-half-precision",
+        "forms.py:bfloat16",
+        ("network().bfloat16()", "network().half()"),
+        (
+            "    batches = rows(torch.bfloat16)",
+            "    batches = [(1e5 * x, y) for x, y in rows(torch.float16)]",
+        ),
+        fails=("non-finite",),
+        stage=FLOW,
+        may=("update-ratio",),
+        says="Inputs beyond 65504 are infinite in float16.",
+        before=False,
+    ),
+    told(
+        "features-masked-away",
+        "mlp.py:build",
+        (
+            "x = self.dropout(torch.relu(self.second(x)))",
+            "x = self.dropout(torch.relu(self.second(x))) * 0",
+        ),
+        fails=("dead-outputs",),
+        may=UNREACHED,
+        says="A mask that is always 0 stands before the head; only its bias learns.",
+        before=False,
+    ),
+]
+
+DESCRIBED = [*LOOP, *GRAPH, *DATA, *LOSS, *LANGUAGE, *START, *MEMORY]

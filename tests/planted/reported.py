@@ -56,10 +56,7 @@ LOOP = [
         "layers-in-a-list",
         "pytorch/pytorch/issues/59925",
         "deep.py:residual",
-        (
-            "self.layers = nn.ModuleList(\n            nn.Sequential(",
-            "self.layers = list(\n            nn.Sequential(",
-        ),
+        ("nn.ModuleList(Block() for _ in range(DEPTH))", "[Block() for _ in range(DEPTH)]"),
         fails=("optimizer-parameters",),
         may=("parameters-still", "checkpoint-round-trip"),
         says="Layers in a Python list are no part of the model; the optimizer misses them.",

@@ -44,22 +44,28 @@ def stack():
     return model, rows(), loss_fn, torch.optim.Adam(model.parameters(), 1e-3)
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(FEATURES, WIDTH)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(DEPTH))
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(DEPTH)
-        )
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
         x = self.first(x)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x))
+        for block in self.blocks:
+            x = block(x)
         return self.head(self.norm(x))
 
 
