@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         for text, good in (clean if options.clean else bugs)(options, Path(folder)):
             print(text, flush=True)
             green, red = green + good, red + (not good)
-    print(f"{green} as expected, {red} not")
+    print(f"{green} rows, none of them run" if options.list else f"{green} as expected, {red} not")
     return 1 if red else 0
 
 
