@@ -15,6 +15,7 @@ fewer_ranks  a layout cut down to the ranks that a CPU can fork
 progress     a bar on a terminal, a few lines elsewhere
 statistics   tests and intervals of few runs (scipy)
 plots        pictures of one look (matplotlib)
+runner       many processes, one on a device at a time, kept and resumed; leash ends them
 job          the run's folder: lock, state.json, progress, detach, status, wait
 check_ids    the table of check ids
 errors       the one exception for bad input

@@ -105,8 +105,8 @@ def discard(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold the folder's lock; a second run in the same folder is refused."""
+def locked(out: Path, in_use: tuple[str, str] | None = None) -> Iterator[None]:
+    """Hold the folder's lock; a second run in the same folder is refused, by the words given."""
     with open(out / LOCK, "w", encoding="utf-8") as file:
         for attempt in range(10):  # a reader may hold it for a moment
             try:
@@ -114,9 +114,9 @@ def locked(out: Path) -> Iterator[None]:
                 break
             except OSError:
                 if attempt == 9:
-                    raise UsageError(
-                        f"--out {out} is in use by another run", fix="set another --out DIR"
-                    ) from None
+                    usual = (f"--out {out} is in use by another run", "set another --out DIR")
+                    found, fix = in_use or usual
+                    raise UsageError(found, fix=fix) from None
                 time.sleep(0.05)
         yield
 

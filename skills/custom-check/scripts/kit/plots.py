@@ -54,8 +54,9 @@ def figure(
     from cycler import cycler
     from matplotlib.figure import Figure
 
-    cycle = cycler(color=list(COLOURS)) + cycler(linestyle=list(LINES))
-    with matplotlib.rc_context({**STYLE, "axes.prop_cycle": cycle}):
+    cycle: Any = cycler(color=list(COLOURS)) + cycler(linestyle=list(LINES))
+    style: Any = {**STYLE, "axes.prop_cycle": cycle}
+    with matplotlib.rc_context(style):
         made = Figure(figsize=(width * columns, height * rows), layout="constrained")
         made.suptitle(title, fontsize=11)
         panels = made.subplots(rows, columns, squeeze=False)

@@ -1,0 +1,49 @@
+"""Run a command and end it when whoever started this goes away: `python leash.py CODE... < pipe`.
+
+Standard input is a pipe that nobody writes to. It closes when the runner asks for an end or is
+itself killed, by whatever signal; then the command and what it started get SIGTERM, and SIGKILL
+after some seconds. Standard library only; exits with the command's code, 128 + N for signal N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+GRACE_SECONDS = 5.0
+
+
+def main(command: Sequence[str]) -> int:
+    """Start, watch, end."""
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", flush=True)
+        return 127
+    threading.Thread(target=_watch, args=(child,), daemon=True).start()
+    code = child.wait()
+    _signal_group(child.pid, signal.SIGKILL)  # whatever it left behind
+    return code if code >= 0 else 128 - code
+
+
+def _watch(child: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 1):
+        pass
+    _signal_group(child.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_SECONDS)
+    _signal_group(child.pid, signal.SIGKILL)
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
