@@ -7,6 +7,7 @@ kernel returns neither logits nor weights.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -59,9 +60,6 @@ class Watch(TorchFunctionMode):
         seen = WATCHED.get(func) if self.recorder.active else None
         if seen is None:
             return func(*args, **kwargs)
-        if func is WHOLE_ATTENTION:
-            with self:  # it is a function of Python: its parts are what we look at
-                return func(*args, **kwargs)
         with no_torch_function(), torch.no_grad():
             seen(self.recorder, func, args, kwargs)
         return func(*args, **kwargs)
@@ -114,13 +112,59 @@ def _attention(recorder: Any, func: Any, args: Any, kwargs: Any) -> None:
         recorder.attended(*logit_statistics(logits))
 
 
+def _whole_attention(recorder: Any, func: Any, args: Any, kwargs: Any) -> None:
+    """Project queries and keys of nn.MultiheadAttention again: its parts are hidden in one call."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    query, key = given["query"].detach(), given["key"].detach()
+    if query.dim() == 2:
+        query, key = query[:, None], key[:, None]
+    batch = query.shape[1]
+    query, key = query[:, :SAMPLES], key[:, :SAMPLES]
+    biases = given.get("in_proj_bias")
+    biases = (None, None) if biases is None else biases.detach().chunk(3)[:2]
+    if given.get("use_separate_proj_weight"):
+        weights = [given[f"{letter}_proj_weight"].detach() for letter in "qk"]
+    else:
+        weights = given["in_proj_weight"].detach().chunk(3)[:2]
+    heads = given["num_heads"]
+    query, key = (
+        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+        for x, weight, bias in zip((query, key), weights, biases, strict=True)
+    )
+    if key.numel() and query.numel() and key.shape[-2] >= FEW_KEYS:
+        shape = (batch, heads, query.shape[-2], key.shape[-2])
+        mask = _added(given.get("attn_mask"), given.get("key_padding_mask"), shape, query)
+        mask = None if mask is None else mask[:SAMPLES]
+        logits = attention_logits(query, key, mask, causal=False, scale=None)
+        recorder.attended(*logit_statistics(logits))
+
+
+def _added(
+    mask: Tensor | None, padding: Tensor | None, shape: tuple[int, ...], like: Tensor
+) -> Tensor | None:
+    """Join the masks of nn.MultiheadAttention (True: hidden) into one to add, [B, H, L, S]."""
+    total = None
+    for found, view in ((mask, None), (padding, (shape[0], 1, 1, shape[3]))):
+        if found is None:
+            continue
+        if found.dtype == torch.bool:
+            hidden = torch.zeros(found.shape, dtype=like.dtype, device=like.device)
+            found = hidden.masked_fill(found, -torch.inf)
+        if view is not None:
+            found = found.reshape(view)
+        elif found.dim() == 3:
+            found = found.reshape(-1, shape[1], *found.shape[1:])
+        total = found if total is None else total + found
+    return None if total is None else total.detach().expand(shape)
+
+
 WATCHED: dict[Any, Callable[..., None]] = {
     **dict.fromkeys([*CUTOFFS, *SQUASHING], _pre_activation),
     **dict.fromkeys((torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clamp_min), _clamp),
     Tensor.clamp_min: _clamp,
     **dict.fromkeys(SOFTMAX, _softmax),
     ATTENTION: _attention,
-    WHOLE_ATTENTION: _attention,  # only its parts are looked at
+    WHOLE_ATTENTION: _whole_attention,
 }
 
 

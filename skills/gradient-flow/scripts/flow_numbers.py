@@ -17,8 +17,10 @@ class Stack:
     """Repeated blocks in the order of execution, and what they show over depth."""
 
     names: list[str]
+    with_gradient: list[str]
+    """Those whose output the loss sends a gradient to; blocks below frozen ones get none."""
     gradients: list[float]
-    """Norm of the loss's gradient by each block's output, geometric mean over the looks."""
+    """Norm of that gradient, geometric mean over the looks."""
     rms: list[float]
     """Root mean square of each block's output."""
     residual: bool
@@ -175,7 +177,8 @@ def stacks_of(recorder: Recorder, flow: Flow, names: list[list[str]]) -> list[St
         known = [n for n in blocks if n in modules and modules[n]["gradient_norm"] is not None]
         resembling = [statistics.fmean(alike[n]) for n in blocks[1:] if n in alike]
         stack = Stack(
-            names=known,
+            names=[n for n in blocks if n in modules],
+            with_gradient=known,
             gradients=[modules[n]["gradient_norm"] for n in known],
             rms=[modules[n]["rms"] for n in blocks if n in modules],
             residual=bool(resembling) and statistics.median(resembling) > RESEMBLES,

@@ -200,6 +200,8 @@ class Recorder:
             return
 
         def arrived(gradient: Tensor) -> None:
+            if not self._backward:
+                return  # the question which blocks follow each other is no gradient of the loss
             with torch.no_grad():
                 if name not in self.gradient_samples:
                     self.gradient_samples[name] = sample(gradient)

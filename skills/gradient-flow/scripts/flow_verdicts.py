@@ -17,6 +17,7 @@ SHORT = 10
 """Blocks under which a slope alone says little."""
 FEW_ROWS = 64
 """Rows of an activation under which a unit may be off by chance."""
+CUTS = r"detach\(|no_grad|\.data\b|\.item\(|\.numpy\("
 LOSS_ROSE = 0.05
 """Share of the first loss by which the last must exceed it to count as risen."""
 
@@ -45,7 +46,8 @@ class Judge:
         else:
             for name in ("vanishing-gradient", "exploding-gradient", "dead-units"):
                 self.report.check(name, "skipped", message="the numbers are not finite")
-        self.updates()
+        if self.judgable:
+            self.updates()
         self.describe()
 
     def add(self, id: str, verdict: str, **fields: Any) -> None:
@@ -80,9 +82,8 @@ class Judge:
         where, what = flow.bad_output, "output"
         if where is None:
             where, what = flow.bad_gradient, "gradient"
-        when = "at the first batch" if not self.judgable else f"within {len(seen.flow.losses)}"
-        if self.judgable:
-            when = f"after {len(seen.steps.ratios and _any(seen.steps.ratios))} optimizer steps"
+        done = len(seen.steps.seconds)
+        when = f"within {done} optimizer steps" if self.judgable else "at the first batch"
         name = where if where is not None else "the loss function"
         self.add(
             "non-finite",
@@ -100,6 +101,8 @@ class Judge:
             verdict = "skipped" if frozen else "fail"
             self.add("vanishing-gradient", verdict, value=0.0, message=message, fix=fix)
             self.add("exploding-gradient", "skipped", message="there are no gradients")
+            return
+        if self.cut():
             return
         silent = self.silent()
         judged = [s for s in self.flow.stacks if len(s.gradients) >= 4]
@@ -132,6 +135,30 @@ class Judge:
         ]
         return [n for n in quiet if n.rpartition(".")[0] not in self.flow.not_called]
 
+    def cut(self) -> bool:
+        """Fail where most matrices that took part in the forward pass get no gradient at all."""
+        ran = [
+            row
+            for row in self.flow.parameters
+            if self.is_matrix(row["name"])
+            and row["name"].rpartition(".")[0] not in self.flow.not_called
+        ]
+        without = [row["name"] for row in ran if row["gradient_norm"] is None]
+        if without:
+            self.report.evidence.append(f"without any gradient: {', '.join(without[:3])}")
+        if len(without) <= len(ran) / 2:
+            return False
+        self.add(
+            "vanishing-gradient",
+            "fail",
+            value=0.0,
+            message=f"{len(without)} of {len(ran)} matrices are cut off from the loss, "
+            f"the last one {without[-1]}",
+            fix=self.place("", "no detach, no_grad, item or numpy on the way", CUTS),
+        )
+        self.add("exploding-gradient", "skipped", message="most gradients are missing")
+        return True
+
     def is_matrix(self, name: str) -> bool:
         """Tell whether a parameter has two dims or more."""
         return self.target.model.get_parameter(name).dim() >= 2
@@ -139,9 +166,10 @@ class Judge:
     def trend(self, stack: Stack, *, silent: bool) -> None:
         """Judge the slope of one stack, both ways."""
         count = len(stack.gradients)
-        where = f"{stack.names[0]} to {stack.names[-1]}"
+        where = f"{stack.with_gradient[0]} to {stack.with_gradient[-1]}"
         if stack.slope is None:
-            zero = [n for n, g in zip(stack.names, stack.gradients, strict=True) if not g > 0]
+            pairs = zip(stack.with_gradient, stack.gradients, strict=True)
+            zero = [n for n, g in pairs if not g > 0]
             message = f"the gradient has become 0 at {zero[-1]}" if zero else f"unknown in {where}"
             if not silent:
                 fix = self.place(stack.names[0], "scale the initial weights to their width")
@@ -292,7 +320,9 @@ class Judge:
     def updates(self) -> None:
         """Judge how far a step moves the matrices, at the peak learning rate."""
         steps = self.seen.steps
-        known = {n: [r for r in rs if r > 0] for n, rs in steps.ratios.items() if rs}
+        cut = {row["name"] for row in self.flow.parameters if row["gradient_norm"] is None}
+        measured = {n: rs for n, rs in steps.ratios.items() if rs and n not in cut}
+        known = {n: [r for r in rs if r > 0] for n, rs in measured.items()}
         if steps.own or not known:
             message = "the target returned no optimizer" if steps.own else self.why_no_ratio()
             self.add("update-ratio", "skipped", message=message)
@@ -384,10 +414,6 @@ class Judge:
 
 def _finite(values: list[float]) -> bool:
     return all(map(math.isfinite, values))
-
-
-def _any(ratios: dict[str, list[float]]) -> list[float]:
-    return max(ratios.values(), key=len, default=[])
 
 
 def _slope_size(stack: Stack) -> float:
