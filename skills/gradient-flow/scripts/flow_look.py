@@ -70,6 +70,7 @@ class Look:
         target, recorder = self.target, self.recorder
         with recorder.look(keep_streams=self._find):
             loss = target.loss_fn(target.model, batch)
+            recorder.active = False
             if self._find:
                 kept = [in_sequence(names, recorder.stream_tensors or {}) for names in self.stacks]
                 self.stacks = [names for names in kept if len(names) >= 2]

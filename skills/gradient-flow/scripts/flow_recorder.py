@@ -153,8 +153,9 @@ class Recorder:
             if inputs is not None:
                 self._compare(name, first_float(inputs), values)
             self._waiting.append((name, values, values._version))
-            # What is written to later, and what is large, is looked at now.
-            if name in self._written or values.numel() > SMALL:
+            # What is written to later, and what is large, is looked at now: nobody knows before
+            # the first look.
+            if self.looks == 0 or name in self._written or values.numel() > SMALL:
                 self._settle()
         if self.stream_tensors is not None and inputs is not None:
             self.stream_tensors[name] = x
