@@ -1,0 +1,393 @@
+"""What a trace shows that should not be, each with the module and the line where it begins."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from module_trace import Trace
+from op_tape import EXITS, Op
+
+from kit.batch_tree import leaves
+from kit.fix import fix_at, fix_in
+from kit.target import Target
+
+HALVES = ("bfloat16", "float16")
+ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "rsub", "__rsub__", "__rtruediv__", "true_divide", "subtract"),
+    *("multiply", "divide", "maximum", "minimum", "pow", "add_", "sub_", "mul_", "div_", "atan2"),
+    *("__add__", "__sub__", "__mul__", "__truediv__", "__radd__", "__rmul__", "dist"),
+}
+GIVEN_SHAPE = {"unsqueeze", "__getitem__", "view", "reshape", "expand", "view_as", "reshape_as"}
+GIVEN_SHAPE |= {"unflatten", "broadcast_to", "expand_as", "meshgrid", "permute", "transpose"}
+MOVES = {"view", "reshape", "_unsafe_view"}
+
+
+@dataclass
+class Finding:
+    """One thing that is wrong."""
+
+    id: str
+    message: str
+    where: tuple[str, int] | None = None
+    todo: str = ""
+    value: Any = None
+
+    def fix(self) -> dict[str, Any] | None:
+        return fix_at(*self.where, self.todo) if self.where else None
+
+
+def place(op: Op) -> str:
+    """Say where an op ran."""
+    return f"`{op.name}` in {op.path or 'the loss'}"
+
+
+def shown(shape: Any) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def raised(found: Trace) -> Finding:
+    """Turn an exception of the forward or backward pass into the finding that it is."""
+    error, text = found.error, " ".join(str(found.error).split())
+    lower, id = text.lower(), "trace-raised"
+    if "same device" in lower or ("device" in lower and "expected" in lower):
+        id = "trace-device"
+    elif "inplace" in lower or "second time" in lower or "does not require grad" in lower:
+        id = "trace-detached"
+    elif "dtype" in lower or "scalar type" in lower:
+        id = "trace-dtype"
+    elif any(word in lower for word in ("shape", "size", "dimension", "broadcast")):
+        id = "trace-shape"
+    running = found.running[-1] if found.running else None
+    at = f" in {running.path} ({running.kind})" if running else ""
+    given = ", ".join(
+        f"{shown(made.shape)} {made.dtype} {made.device}"
+        for made in (running.inputs if running else ())
+    )
+    message = f"{found.stage} raised {type(error).__name__}{at}: {text[:150]}"
+    if given:
+        message += f"; the module got {given}"
+    return Finding(id, message, found.error_line, "the batch breaks off here; see the message")
+
+
+def not_finite(found: Trace) -> Finding | None:
+    """Name where the first NaN or infinity begins that reaches the loss or a gradient."""
+    op = found.loss_op
+    if isinstance(op, int) and found.tape.ops[op].bad:
+        return _from_origin(found, found.tape.ops[op], "the loss")
+    if not found.bad_gradients:
+        return None
+    name = found.bad_gradients[0]
+    message = f"the loss is finite, the gradient of {len(found.bad_gradients)} parameters is not"
+    if found.bad_node is None:
+        return Finding("trace-nonfinite", f"{message}, {name} first", value=name)
+    node, number = found.bad_node
+    if number is None:
+        return Finding("trace-nonfinite", f"{message}; it begins in {node}", value=node)
+    made = found.tape.ops[number]
+    message += f"; it begins in backward of {place(made)} ({node}), whose own gradient was finite"
+    todo = f"keep what {made.name} gets away from where its derivative is infinite (clamp, add eps)"
+    return Finding("trace-nonfinite", message, made.where, todo, made.path)
+
+
+def _from_origin(found: Trace, last: Op, what: str) -> Finding:
+    kind = {"nan": "NaN", "inf": "infinite"}[last.bad]
+    origin = last.origin
+    if not isinstance(origin, int):
+        sort, _, name = str(origin).partition(" ")
+        message = f"{what} is {kind}: {'the batch holds it, ' if sort == 'batch' else ''}{origin}"
+        return Finding("trace-nonfinite", f"{message} is not finite before the pass", value=name)
+    begun = found.tape.ops[origin]
+    value = {"nan": "NaN", "inf": "an infinity"}[begun.bad]
+    message = f"{what} is {kind}; {value} begins at {place(begun)}, which got finite values"
+    masks = [found.tape.ops[s] for s in begun.sources if isinstance(s, int)]
+    mask = next((m for m in masks if m.bad == "inf"), None)
+    if mask is not None:
+        message = f"{what} is {kind}; NaN begins at {place(begun)}, which got infinities"
+        filled = found.tape.ops[mask.origin] if isinstance(mask.origin, int) else mask
+        message += f" written at {place(filled)}{_line(filled)}: a row may be masked as a whole"
+    todo = f"{begun.name} makes {value} here: guard what it gets (mask, clamp, add eps)"
+    return Finding("trace-nonfinite", message, begun.where, todo, begun.path or "loss")
+
+
+def _line(op: Op) -> str:
+    return f" ({op.where[0].rpartition('/')[2]}:{op.where[1]})" if op.where else ""
+
+
+def trained_names(target: Target) -> set[str]:
+    """Return the parameters that should learn: trainable, and in the optimizer if there is one."""
+    held = None
+    if target.optimizer is not None:
+        held = {id(p) for group in target.optimizer.param_groups for p in group["params"]}
+    if target.kind == "project":
+        held = None  # a project's optimizer may hold parts of its parameters
+    named = target.model.named_parameters()
+    return {n for n, p in named if p.requires_grad and (held is None or id(p) in held)}
+
+
+def without_gradient(
+    target: Target, found: Trace, missing: set[str]
+) -> tuple[list[Finding], dict[str, str]]:
+    """Say of parameters without a gradient: cut off on the way (findings), or not used (why)."""
+    behind = found.tape.behind(found.loss_op) if found.loss_op is not None else set()
+    used = {s for op in found.tape.ops for s in op.sources if isinstance(s, str)}
+    cuts: dict[int, list[str]] = defaultdict(list)
+    unused: dict[str, str] = {}
+    for name in sorted(missing):
+        key = f"parameter {name}"
+        cut = _first_cut(found, key, behind) if key in behind else _left(found, key)
+        if cut is not None:
+            cuts[cut.index].append(name)
+        elif key in used:
+            last = [op for op in found.tape.ops if key in op.sources][-1]
+            unused[name] = f"what {place(last)} makes of it does not reach the loss"
+        else:
+            owner = name.rpartition(".")[0]
+            called = any(call.path == owner for call in found.calls)
+            unused[name] = "is read by no operation" if called else "its module is never called"
+    return [_cut_finding(found, number, names) for number, names in cuts.items()], unused
+
+
+def _first_cut(found: Trace, key: str, behind: set[Any]) -> Op | None:
+    """Follow a parameter's value towards the loss to the first op whose result has no gradient."""
+    readers: dict[Any, list[Op]] = defaultdict(list)
+    for op in found.tape.ops:
+        if op.index in behind:
+            for source in op.sources:
+                readers[source].append(op)
+    waiting, seen = [key], set()
+    while waiting:
+        at = waiting.pop(0)
+        for op in readers[at]:
+            if op.index in seen:
+                continue
+            seen.add(op.index)
+            if not op.gives_grad:
+                return op
+            waiting.append(op.index)
+    return None
+
+
+def _left(found: Trace, key: str) -> Op | None:
+    """Find where a parameter's value leaves torch for Python or NumPy."""
+    made: set[Any] = {key}
+    for op in found.tape.ops:
+        if made & set(op.sources):
+            made.add(op.index)
+            if op.name in EXITS and op.name != "__bool__":
+                return op
+    return None
+
+
+def _cut_finding(found: Trace, number: int, names: list[str]) -> Finding:
+    op = found.tape.ops[number]
+    how = f"{place(op)} gives a tensor without a gradient"
+    todo = f"{op.name} cuts the graph here; use a differentiable operation on the tensor itself"
+    if op.name in ("detach", "detach_", "data", "item", "numpy", "tolist"):
+        how, todo = f"{place(op)} cuts the graph", f"remove .{op.name} from the way to the loss"
+    elif op.grad_off:
+        how = f"{place(op)} runs where gradients are off (no_grad or inference)"
+        todo = (
+            "move this out of no_grad, or freeze the parameters before it by requires_grad_(False)"
+        )
+    elif op.name in EXITS:
+        how = f"{place(op)} takes the value out of torch"
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    message = f"{how}: no gradient for {', '.join(names[:2])}{more}"
+    return Finding("trace-detached", message, op.where, todo, op.path or "loss")
+
+
+def place_of(target: Target, name: str) -> tuple[str, int] | None:
+    """Return the line of the module's class that names a parameter or the module that holds it."""
+    path = name.split(".")
+    for cut in range(len(path) - 1, -1, -1):
+        owner = target.model.get_submodule(".".join(path[:cut]))
+        if type(owner).__module__.startswith("torch.nn"):
+            continue
+        found = fix_in(type(owner), "", rf"self\.{path[cut]}\b")
+        return (found["file"], found["line"]) if found else None
+    return None
+
+
+def loss_without_graph(found: Trace) -> Finding:
+    """Name what cut off a loss that has no graph at all."""
+    message = "the loss has no graph (grad_fn is None)"
+    behind = found.tape.behind(found.loss_op) if found.loss_op is not None else set()
+    ops = [op for op in found.tape.ops if op.wanted_grad and not op.gives_grad]
+    cut = max((op for op in ops if op.index in behind), key=lambda op: op.index, default=None)
+    cut = cut or max((op for op in ops if op.name in EXITS), key=lambda op: op.index, default=None)
+    if cut is None:
+        todo = "build the loss from what the model returns, with gradients on"
+        return Finding("trace-detached", f"{message}: nothing it is made of needs one", None, todo)
+    found_cut = _cut_finding(found, cut.index, [])
+    message = f"{message}: {found_cut.message.partition(': no gradient')[0]}"
+    return Finding("trace-detached", message, cut.where, found_cut.todo, cut.path or "loss")
+
+
+def stop_gradients(found: Trace) -> list[str]:
+    """Name detached values that reach the loss while all parameters still get gradients."""
+    behind = found.tape.behind(found.loss_op) if found.loss_op is not None else set()
+    cuts = [
+        op
+        for op in found.tape.ops
+        if op.index in behind
+        and op.wanted_grad
+        and not op.gives_grad
+        and op.made
+        and op.name in ("detach", "data")
+    ]
+    return [f"stop-gradient: {place(op)}{_line(op)} on the way to the loss" for op in cuts]
+
+
+def dtypes(target: Target, found: Trace) -> Iterator[Finding]:
+    """Name a float64 or float32 that nobody asked for."""
+    held = Counter(str(p.dtype).removeprefix("torch.") for p in target.model.parameters())
+    if not held or "float64" in held:
+        wide = []
+    else:
+        wide = [c for c in found.calls if any(m.dtype == "float64" for m in c.outputs)]
+    if wide:
+        first = min(wide, key=lambda call: call.last_op)
+        inside = found.tape.ops[first.first_op : first.last_op]
+        op = next((op for op in inside if op.dtypes[1] == "float64"), None)
+        message = f"{first.path} returns float64, its parameters are {held.most_common(1)[0][0]}"
+        todo = "a float64 came in here: give NumPy and Python values the tensor's dtype"
+        if op is not None:
+            message += f"; it begins at {place(op)}"
+        yield Finding("trace-dtype", message, op.where if op else None, todo, "float64")
+        return
+    yield from _stream(target, found)
+
+
+def _stream(target: Target, found: Trace) -> Iterator[Finding]:
+    """Compare what equal blocks of a row get: a residual stream keeps its dtype."""
+    if found.autocast:
+        return
+    rows: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for call in found.calls:
+        parent, _, last = call.path.rpartition(".")
+        if last.isdigit() and call.inputs:
+            rows[parent, call.kind].append(call)
+    for calls in rows.values():
+        kinds = [next((m.dtype for m in call.inputs if "float" in m.dtype), "") for call in calls]
+        if kinds[0] not in HALVES or len(calls) < 2:
+            continue
+        changed = next((i for i, kind in enumerate(kinds) if kind == "float32"), None)
+        if changed is None:
+            continue
+        before = calls[changed - 1]
+        inside = found.tape.ops[before.first_op : calls[changed].first_op]
+        promoted = [op for op in inside if op.dtypes[1] == "float32" and op.dtypes[0] == "float32"]
+        last = next((op for op in reversed(promoted)), None)
+        message = f"{calls[changed].path} gets float32, {before.path} got {kinds[0]}"
+        if last is not None:
+            message += f"; the last operation between them is {place(last)}"
+        todo = "something of float32 met the stream here; cast it to the stream's dtype"
+        yield Finding("trace-dtype", message, last.where if last else None, todo, "float32")
+
+
+def devices(target: Target, found: Trace) -> Iterator[Finding]:
+    """Name a module whose output lies on another device than all parameters."""
+    held = {str(p.device) for p in target.model.parameters()}
+    if len(held) != 1:
+        return
+    for call in found.calls:
+        made = {m.device for m in call.outputs if "float" in m.dtype}
+        got = {m.device for m in call.inputs if "float" in m.dtype}
+        if made - held and not got - held:
+            message = f"{call.path} returns a tensor on {', '.join(made - held)}, parameters are on"
+            inside = found.tape.ops[call.first_op : call.last_op]
+            op = next((op for op in inside if op.name in ("to", "cpu", "cuda")), None)
+            todo = "leave the tensor on the device of its input"
+            where = op.where if op else None
+            yield Finding("trace-device", f"{message} {held.pop()}", where, todo, call.path)
+            return
+
+
+def broadcasts(found: Trace) -> Iterator[Finding]:
+    """Name operations that pair every element of one tensor with every element of another, which
+    has as many: [N, 1] with [N] gives [N, N]."""
+    for op in found.tape.ops:
+        if op.name not in ELEMENTWISE or len(op.given) != 2 or len(op.made) != 1:
+            continue
+        long, short = sorted(op.given, key=len, reverse=True)
+        if len(long) != len(short) + 1 or long[-1] != 1 or long[:-1] != short:
+            continue
+        if short[-1:] in ((), (1,)) or op.made[0] == long:
+            continue
+        maker = op.makers[op.given.index(long)]
+        if isinstance(maker, int) and found.tape.ops[maker].name in GIVEN_SHAPE:
+            continue  # somebody asked for all pairs
+        message = f"{place(op)} pairs {shown(op.given[0])} with {shown(op.given[1])}"
+        message += f" and gives {shown(op.made[0])}: every element met every other"
+        todo = "give both tensors one shape: squeeze(-1) the one, or unsqueeze(-1) the other"
+        yield Finding("trace-shape", message, op.where, todo, shown(op.made[0]))
+
+
+def loss_shapes(calls: list[Any]) -> Iterator[Finding]:
+    """Name losses between numbers whose two sides have different shapes."""
+    for call in calls:
+        if call.kind not in ("values", "binary") or call.raw_labels is None:
+            continue
+        left, right = tuple(call.raw_scores.shape), tuple(call.raw_labels.shape)
+        if left == right or call.function == "sub" or not right or not left:
+            continue
+        message = (
+            f"{call.function} compares {shown(left)} with labels {shown(right)}: it broadcasts"
+        )
+        todo = "give predictions and labels one shape: squeeze(-1) or unsqueeze(-1) one of them"
+        yield Finding("trace-shape", message, call.where, todo, f"{shown(left)} {shown(right)}")
+
+
+def moved_dims(found: Trace, batch: Any) -> Iterator[Finding]:
+    """Name a view that puts the sequence at another place without a transpose."""
+    lengths = {tensor.shape[1] for _, tensor in leaves(batch) if tensor.dim() > 1}
+    length = lengths.pop() if len(lengths) == 1 else 0
+    if length < 2:
+        return
+    for op in found.tape.ops:
+        if op.name not in MOVES or not op.given or len(op.made) != 1:
+            continue
+        if misplaced(op.given[0], op.made[0], length):
+            message = f"{place(op)} turns {shown(op.given[0])} into {shown(op.made[0])}: the dim of"
+            message += f" {length} positions moved, and a view moves no values"
+            todo = "split the dim where it stands (view), then transpose"
+            yield Finding("trace-shape", message, op.where, todo, shown(op.made[0]))
+
+
+def misplaced(before: tuple[int, ...], after: tuple[int, ...], size: int) -> bool:
+    """Tell whether a dim of this size stands elsewhere in memory order after a view.
+
+    Both shapes are cut where the product of what follows agrees; inside such a stretch a dim that
+    keeps its size keeps what follows it, or it was taken apart and another put together.
+    """
+    left, right = _inner(before), _inner(after)
+    common = {inner for _, inner in left} & {inner for _, inner in right}
+    for n, inner in left:
+        if n != size:
+            continue
+        if any(m == size and other == inner for m, other in right):
+            return False
+    borders = sorted({0, *common, _size(before)})
+    for n, inner in left:
+        if n != size:
+            continue
+        low = max(b for b in borders if b <= inner)
+        high = min(b for b in borders if b > inner)
+        if any(m == size and low <= other < high and other != inner for m, other in right):
+            return True
+    return False
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    product = 1
+    for n in shape:
+        product *= n
+    return product
+
+
+def _inner(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (size, product of the sizes after it) of every dim that is no 1."""
+    return [(n, _size(shape[at + 1 :])) for at, n in enumerate(shape) if n > 1]
