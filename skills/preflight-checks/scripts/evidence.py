@@ -92,6 +92,11 @@ class Evidence:
         self.target = target
         self.torch = sys.modules["torch"]
         self.handed_over_in_training = bool(target.model.training)
+        self.leftover = [
+            name
+            for name, p in target.model.named_parameters()
+            if p.grad is not None and bool(dense(p.grad).any())
+        ]
         self.overrides: list[str] = []
         self.project: Path | None = None
         self._kept: dict[str, Any] = {}

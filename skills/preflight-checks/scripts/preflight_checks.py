@@ -26,8 +26,11 @@ for folder in (KIT_HOME, SCRIPTS):
         sys.path.insert(0, str(folder))
 
 import batch_checks  # noqa: E402
+import data_checks  # noqa: E402
 import gradient_checks  # noqa: E402
 import leakage_checks  # noqa: E402
+import loop_checks  # noqa: E402
+import mode_checks  # noqa: E402
 from evidence import (  # noqa: E402
     CannotJudge,
     Evidence,
@@ -49,6 +52,13 @@ THRESHOLDS = {
     "example-leakage": 1e-6,  # largest gradient by another example over the example's own
     "future-leakage": 1e-4,  # gradient by a later token over the score's largest
     "label-shift": 0.8,  # share of the labels that are the next token
+    "missing-zero-grad": 0.01,  # difference to a fresh gradient, of its size
+    "train-eval-mode": 1e-6,  # change of the outputs in evaluation mode by other random numbers
+    "schedule-values": 0.02,  # share of the last steps that have a learning rate of 0
+    "loss-scale": 1.5,  # loss of a doubled batch over that of the batch
+    "accumulation-mean-of-means": 1e-5,  # difference of gradients, of their size
+    "checkpoint-round-trip": 1e-6,  # relative difference of the next losses
+    "not-repeatable": 1e-6,  # relative difference of the first losses
     "dead-outputs": 1e-6,  # relative change of the outputs when inputs are exchanged
 }
 CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
@@ -67,6 +77,16 @@ CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
     ("future-leakage", leakage_checks.check_future_leakage),
     ("label-shift", leakage_checks.check_label_shift),
     ("batch-size-dependence", leakage_checks.check_batch_size_dependence),
+    ("missing-zero-grad", loop_checks.check_missing_zero_grad),
+    ("train-eval-mode", mode_checks.check_train_eval_mode),
+    ("evaluation-gradients", mode_checks.check_evaluation_gradients),
+    ("schedule-values", data_checks.check_schedule_values),
+    ("loss-scale", loop_checks.check_loss_scale),
+    ("accumulation-mean-of-means", loop_checks.check_accumulation),
+    ("label-in-inputs", data_checks.check_label_in_inputs),
+    ("order-not-repeatable", data_checks.check_order),
+    ("not-repeatable", loop_checks.check_not_repeatable),
+    ("checkpoint-round-trip", loop_checks.check_checkpoint_round_trip),
     ("weight-decay-groups", gradient_checks.check_weight_decay_groups),
 ]
 
