@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -142,12 +143,13 @@ def _sentences(model: type) -> dict[str, str]:
     """Return dotted key -> the sentence under the field in the source."""
     found = {}
     for group, cls in {"": Config, **sections(model)}.items():
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        assert isinstance(definition, ast.ClassDef)
-        for pair in pairwise(definition.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    found[f"{group}.{name}".lstrip(".")] = " ".join(text.split())
+        for source in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+            assert isinstance(definition, ast.ClassDef)
+            for pair in pairwise(definition.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        found[f"{group}.{name}".lstrip(".")] = " ".join(text.split())
     return found
 
 

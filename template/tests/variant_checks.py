@@ -6,26 +6,20 @@ dtypes, initial values, and ranks that share the work.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
+import model_checks
 import pytest
 import torch
+from model_checks import SEEN, UNSEEN, expects_refusal
 from torch import Tensor, nn
 
-from curry_train.checkpoint import dcp
-from curry_train.checkpoint.training_state import checkpoint_of, restore
 from curry_train.compose import load_config
-from curry_train.config import ConfigError
-from curry_train.data import open_corpus
 from curry_train.equality import prove
 from curry_train.layers.variants import AXES, load
-from curry_train.models.protocol import build_model, named_state
-from curry_train.optim import materialise_state
-from curry_train.parallel.mesh import Mesh
-from curry_train.runtime import Runtime, assemble
-from curry_train.step import train_step
+from curry_train.models.protocol import named_state
+
+__all__ = ["expects_refusal"]  # the tests of a variant have all they need from here
 
 SMALL = (
     "model=tiny_moe",
@@ -51,14 +45,11 @@ LAYOUTS = {
     "ep": ("parallel.ep=2",),
 }
 LENGTH = 16
-SEEN, UNSEEN = 1e-9, 1e-12
-"""Changes of logits in float64: of a token that is seen, and rounding, since the rows that experts
-work on together are others."""
 
 
 def build(*words: str) -> nn.Module:
     """Return the small model that words describe, with its first values."""
-    return build_model(load_config([*SMALL, *words]), "cpu")
+    return model_checks.build(*SMALL, *words)
 
 
 def tokens(length: int = LENGTH) -> Tensor:
@@ -108,16 +99,8 @@ def sees_nothing_it_should_not(part: str, name: str, *words: str) -> None:
 
 def gradient_reaches_every_parameter(part: str, name: str) -> None:
     """After one backward every parameter of the variant has a finite gradient, not zero."""
-    runtime = start(f"model.{part}={name}", "precision=fp64")
-    variants = modules_of(part, name, runtime.model)
-    batch = next(iter(runtime.batches))
-    runtime.loss_fn(runtime.model, batch).backward()
-    names = {id(p): full for full, p in runtime.model.named_parameters()}
-    for parameter in (p for module in variants for p in module.parameters()):
-        grad, full = parameter.grad, names[id(parameter)]
-        assert grad is not None, f"{full} gets no gradient"
-        assert grad.isfinite().all(), f"the gradient of {full} is not finite"
-        assert grad.count_nonzero(), f"the gradient of {full} is zero"
+    runtime = model_checks.start(*SMALL, f"model.{part}={name}", "precision=fp64")
+    model_checks.gradient_reaches(runtime, modules_of(part, name, runtime.model))
 
 
 def leaves_the_rest_alone(part: str, name: str) -> None:
@@ -137,23 +120,12 @@ def leaves_the_rest_alone(part: str, name: str) -> None:
 def trains_and_comes_back(part: str, name: str, folder: Path) -> None:
     """Steps are finite, and a checkpoint of the third goes on bit for bit."""
     words = (f"model.{part}={name}", "precision=fp64")
-    runtime, again = start(*words), start(*words)
-    assert all(train_step(runtime).finite for _ in range(3))
-    materialise_state(runtime.optimizer)
-    restore(again, dcp.save(folder, mesh=runtime.mesh, **checkpoint_of(runtime, {})))
-    assert train_step(again).loss == train_step(runtime).loss
+    model_checks.goes_on_from_a_checkpoint(folder, *SMALL, *words)
 
 
-def start(*words: str) -> Runtime:
-    """Return a Runtime of one process, in training mode."""
-    config = load_config([*SMALL, *words])
-    return assemble(config, open_corpus(config.data, cache_dir=None), Mesh.single())
-
-
-def losses(*words: str, steps: int = 3) -> list[float]:
+def losses(*words: str) -> list[float]:
     """Return the losses of the first steps of training, bit for bit."""
-    runtime = start(*words)
-    return [train_step(runtime).loss for _ in range(steps)]
+    return model_checks.losses(*SMALL, *words)
 
 
 def proved_axes(part: str, name: str) -> list[str]:
@@ -174,14 +146,3 @@ def other_layouts_are_refused(part: str, name: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(variant, "proved", variant.proved - {axis})
         with expects_refusal(f"model.{part}={name} is not proved"):
             load_config([*SMALL, f"model.{part}={name}", *LAYOUTS[axis], "devices=2"])
-
-
-@contextlib.contextmanager
-def expects_refusal(text: str) -> Iterator[None]:
-    """Fail unless the configuration is refused with a sentence that has `text`."""
-    try:
-        yield
-    except ConfigError as error:
-        assert any(text in problem for problem in error.problems), error
-        return
-    raise AssertionError(f"not refused: {text}")

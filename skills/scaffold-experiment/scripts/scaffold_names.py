@@ -1,0 +1,78 @@
+"""What a name may be, and where a project keeps what a scaffold touches."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+from pathlib import Path
+
+from kit.errors import UsageError
+
+NEEDED = ("train.py", "configs/config.yaml", "curry_train/models/__init__.py")
+NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+LONGEST = 40
+# What the configuration or YAML reads as something else than a name.
+WORDS = {"standard", "null", "true", "false", "yes", "no", "on", "off", "auto", "none", "default"}
+
+
+def check_project(project: Path) -> None:
+    """Raise UsageError unless the folder is a project that init made."""
+    missing = [name for name in NEEDED if not (project / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"--project {project} has no {missing[0]}",
+            "a scaffold goes into a project of the training system",
+            "set --project, or make one with the skill start-project",
+        )
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError unless `name` can be a module, a key and a file of configs at once."""
+    allowed = "lower-case letters, digits and single underscores, a letter first"
+    problem = None
+    if not NAME.fullmatch(name):
+        problem = "is no such name"
+    elif len(name) > LONGEST:
+        problem, allowed = f"has {len(name)} characters", f"at most {LONGEST}"
+    elif keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        problem, allowed = "is a word of Python", "any other"
+    elif name in WORDS:
+        problem, allowed = "means something else in a configuration", "any other"
+    if problem:
+        raise UsageError(
+            f"--name {name!r} {problem}", f"allowed are {allowed}", "set another --name"
+        )
+
+
+def check_module_free(project: Path, stems: list[str]) -> None:
+    """Raise UsageError when a module of the package has one of the names already."""
+    taken = {path.stem: path for path in (project / "curry_train").rglob("*.py")}
+    taken |= {path.name: path for path in (project / "curry_train").iterdir() if path.is_dir()}
+    for stem in stems:
+        if stem in taken:
+            raise UsageError(
+                f"the package has a module {stem} already: {taken[stem].relative_to(project)}",
+                "no module's name stands twice",
+                "set another --name",
+            )
+
+
+def camel(name: str) -> str:
+    """Return the name as a class is called."""
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+
+def keys_of_dict(path: Path, name: str) -> list[str]:
+    """Return the text keys of a literal dict of a file; none where there is no such dict."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        value = getattr(node, "value", None)
+        if name in names and isinstance(value, ast.Dict):
+            return [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
+    return []
