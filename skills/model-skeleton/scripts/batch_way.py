@@ -57,10 +57,17 @@ def _text(target: Target) -> list[str]:
     return [
         f"text: {Path(source).name}{files}, {documents} to train on, {corpus.val.bytes} held out",
         f"tokens: {kind} tokenizer of {corpus.tokenizer.vocab_size} ids, {stream.tokens} in all",
+        f"document: number {_document(stream, start)} of them is where the first window begins",
         f"window: sample {sample} is window {row}, ids {start} to {start + data.seq_len}"
         f" {ids[:6].tolist()}..., {shown!r}",
         "shift: input_ids are the window without its last id, labels without its first",
     ]
+
+
+def _document(stream: Any, start: int) -> int:
+    import numpy as np
+
+    return int(np.searchsorted(stream.document_ends, start, side="right"))
 
 
 def _samples(target: Target) -> list[str]:

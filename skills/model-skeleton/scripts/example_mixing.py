@@ -37,16 +37,29 @@ def batch_axis(batch: Any) -> tuple[int, str]:
     (size,) = sizes
     if size < 2:
         return 0, "one example alone shares a batch with nobody"
-    if any(tensor.dim() > 1 and tensor.shape[1] == size for _, tensor in found):
-        return 0, f"a tensor of the batch has {size} rows and {size} columns"
     return size, ""
 
 
-def mixing(target: Target, batch: Any) -> tuple[Finding | None, str]:
-    """Exchange one example and compare the others: (finding or None, reason when not judged)."""
+def mixing(target: Target, batch: Any, dims: set[int]) -> tuple[Finding | None, str]:
+    """Exchange one example and compare the others: (finding or None, reason when not judged).
+
+    `dims` are all sizes that the model makes: so many examples are taken that no other dim has
+    their number, as far as the batch allows.
+    """
     size, why = batch_axis(batch)
     if not size:
         return None, why
+    fewer = next((n for n in range(size - 1, 1, -1) if n not in dims), 0)
+    if fewer:
+        rows = {path: tensor[:fewer] for path, tensor in leaves(batch) if tensor.dim()}
+        with contextlib.suppress(Exception):  # a loss may need the whole batch
+            return _mixing(target, replaced(batch, rows), fewer)
+    return _mixing(target, batch, size)
+
+
+def _mixing(target: Target, batch: Any, size: int) -> tuple[Finding | None, str]:
+    if any(t.dim() > 1 and t.shape[1] == size for _, t in leaves(batch)):
+        return None, f"a tensor of the batch has {size} rows and {size} columns"
     other = _exchanged(batch, 0)
     if other is None:
         return None, "all examples are alike"

@@ -22,6 +22,9 @@ ELEMENTWISE = {
 }
 GIVEN_SHAPE = {"unsqueeze", "__getitem__", "view", "reshape", "expand", "view_as", "reshape_as"}
 GIVEN_SHAPE |= {"unflatten", "broadcast_to", "expand_as", "meshgrid", "permute", "transpose"}
+CHOICES = {"topk", "argmax", "sort", "argsort", "multinomial", "nonzero", "one_hot", "max"}
+CHOICES |= {"gumbel_softmax", "bincount", "unique", "__bool__"}
+"""What code calls that sends some rows here and some there."""
 MOVES = {"view", "reshape", "_unsafe_view"}
 
 
@@ -127,9 +130,7 @@ def trained_names(target: Target) -> set[str]:
     return {n for n, p in named if p.requires_grad and (held is None or id(p) in held)}
 
 
-def without_gradient(
-    target: Target, found: Trace, missing: set[str]
-) -> tuple[list[Finding], dict[str, str]]:
+def without_gradient(found: Trace, missing: set[str]) -> tuple[list[Finding], dict[str, str]]:
     """Say of parameters without a gradient: cut off on the way (findings), or not used (why)."""
     behind = found.tape.behind(found.loss_op) if found.loss_op is not None else set()
     used = {s for op in found.tape.ops for s in op.sources if isinstance(s, str)}
@@ -197,6 +198,29 @@ def _cut_finding(found: Trace, number: int, names: list[str]) -> Finding:
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     message = f"{how}: no gradient for {', '.join(names[:2])}{more}"
     return Finding("trace-detached", message, op.where, todo, op.path or "loss")
+
+
+def not_chosen(found: Trace, name: str) -> bool:
+    """Tell whether a parameter is one of several equal modules among which the data chooses."""
+    path = name.split(".")
+    for at, part in enumerate(path):
+        if not part.isdigit():
+            continue
+        row = ".".join(path[:at])
+        own = f"{row}.{part}"
+        others = any(
+            call.path.startswith(f"{row}.") and f"{call.path}.".startswith(f"{own}.") is False
+            for call in found.calls
+        )
+        owner = row.rpartition(".")[0]
+        chosen = any(
+            op.name in CHOICES
+            and (op.path == owner or op.path.startswith(f"{owner}." * bool(owner)))
+            for op in found.tape.ops
+        )
+        if others and chosen:
+            return True
+    return False
 
 
 def place_of(target: Target, name: str) -> tuple[str, int] | None:

@@ -152,8 +152,12 @@ def finite_and_whole(
         skipped["trace-unused"] = "no gradient is computed"
         return [*made, findings.loss_without_graph(found)]
     missing = names - found.reached
-    cut, unused = findings.without_gradient(target, found, missing)
+    cut, unused = findings.without_gradient(found, missing)
     made += cut
+    idle = [name for name in unused if findings.not_chosen(found, name)]
+    if idle:
+        report.evidence.append(f"{idle[0]} and {len(idle) - 1} more: nothing was sent there in this batch")
+    unused = {name: why for name, why in unused.items() if name not in idle}
     if unused:
         unused = in_later_batches(target, unused, number, report)
     if unused:
@@ -204,7 +208,7 @@ def shapes(target: Any, batch: Any, found: Any, skipped: dict[str, str]) -> list
             observed = observe_loss(target, batch)
         made += findings.loss_shapes(observed)
         with preserved(target):
-            mixed, why = mixing(target, batch)
+            mixed, why = mixing(target, batch, sizes_in(found))
     except Exception as error:  # the traced pass worked: this one asks for more than it has to do
         mixed, why = None, f"a pass with an exchanged example raised {type(error).__name__}"
     if mixed is not None and not any(one.where == mixed.where for one in made):
@@ -212,6 +216,12 @@ def shapes(target: Any, batch: Any, found: Any, skipped: dict[str, str]) -> list
     if why and not made:
         skipped["example mixing"] = why
     return made
+
+
+def sizes_in(found: Any) -> set[int]:
+    """Return all sizes of the tensors that modules read and made."""
+    made = [one for call in found.calls for one in (*call.inputs, *call.outputs)]
+    return {size for one in made for size in one.shape}
 
 
 def observe_loss(target: Any, batch: Any) -> list[Any]:

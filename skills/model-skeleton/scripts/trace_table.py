@@ -24,7 +24,10 @@ def table(found: Trace) -> list[str]:
 
 
 def _row(call: Call, broke: bool) -> tuple[str, ...]:
-    name = call.path.rpartition(".")[2] if call.depth else call.path
+    name = call.path
+    if call.depth:
+        parts = call.path.split(".")
+        name = ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
     label = f"{'  ' * call.depth}{name} ({call.kind}){' <- raised' if broke else ''}"
     main = next((m for m in call.outputs if m.rms is not None), None)
     main = main or (call.outputs[0] if call.outputs else None)
