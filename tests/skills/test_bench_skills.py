@@ -1,4 +1,4 @@
-"""The bench of the skills: what counts as missed, and what it measures with stand-ins for scripts."""
+"""The bench of the skills: what counts as missed, and what it measures."""
 
 from __future__ import annotations
 
