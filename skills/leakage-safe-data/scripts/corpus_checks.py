@@ -35,12 +35,12 @@ def check_corpus(
     crossing, across = packing(corpus.train, config.data.seq_len)
     broken = [name for name in ("train", "val") if not _whole(getattr(corpus, name))]
     masked = config.data.document_mask
-    message = "document ends stand where they should, no document is in both splits"
+    message = "no document is cut by the split"
     if broken:
         message = f"{' and '.join(broken)}: a document is cut where the split ends or begins"
-    message += f"; {percent(crossing)} of windows hold several documents"
+    message += f"; {percent(crossing)} of windows hold several"
     if not masked:
-        message += f", {percent(across)} of attended pairs are of two (data.document_mask=false)"
+        message += f", {percent(across)} of attended pairs are of two (data.document_mask off)"
     findings.append(
         Finding(
             "leak-packed-documents",
@@ -121,7 +121,7 @@ def _pieces_note(corpus: Any) -> list[str]:
 def check_order(target: Target) -> Finding:
     """Judge a project's loader: each sample once an epoch, the same again, also in the middle."""
     loader = target.batches
-    size = getattr(loader, "windows_per_epoch", None)
+    size = getattr(loader, "samples_per_epoch", None)
     step = getattr(loader, "global_batch_size", None)
     if not size or not step or not hasattr(loader, "samples_consumed"):
         return Finding("leak-order", "skipped", "the loader has no position to read")

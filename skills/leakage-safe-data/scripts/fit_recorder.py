@@ -4,7 +4,7 @@ Any Python method or function named fit, fit_transform, partial_fit or fit_resam
 library or of one's own. Rows are known by their values; what transform returns row by row is known
 again. A pipeline of one's own can use it too:
 
-    with recording(features) as recorder:
+    with recording(features, train) as recorder:
         predictions = pipeline(features, target, train, test)
     for call in recorder.calls:
         print(call.name, call.line, len(call.rows))
@@ -37,7 +37,7 @@ class FitCall:
     line: int
     """Of the user's code that called it."""
     rows: Any
-    """int64: the known rows that it was given, ascending."""
+    """int64: the known rows that it was given, ascending; of equal rows the one in train."""
     with_target: bool
     """Whether a target or labels came with them."""
 
@@ -45,19 +45,20 @@ class FitCall:
 class Recorder:
     """Knows rows by their values and listens to fit and transform."""
 
-    def __init__(self, features: Any) -> None:
+    def __init__(self, features: Any, train: Any = ()) -> None:
         self.calls: list[FitCall] = []
-        self._known: dict[bytes, list[int]] = {}
-        self._inputs: dict[int, Any] = {}
-        self._learn(np.asarray(features), [[row] for row in range(len(features))])
+        self._train = {int(row) for row in train}
+        self._known: dict[bytes, int] = {}
+        self._inputs: dict[int, list[int | None]] = {}
+        self._learn(np.asarray(features), list(range(len(features))))
 
-    def _learn(self, array: Any, origins: list[list[int]]) -> None:
-        for key, rows in zip(_keys(array), origins, strict=True):
-            known = self._known.setdefault(key, [])
-            known += [row for row in rows if row not in known]
+    def _learn(self, array: Any, origins: list[int | None]) -> None:
+        for key, row in zip(_keys(array), origins, strict=True):
+            if row is not None and (key not in self._known or row in self._train):
+                self._known[key] = row
 
-    def _origins(self, array: Any) -> list[list[int]]:
-        return [self._known.get(key, []) for key in _keys(array)]
+    def _origins(self, array: Any) -> list[int | None]:
+        return [self._known.get(key) for key in _keys(array)]
 
     def listen(self, frame: FrameType, event: str, returned: Any) -> None:
         """Take one event of sys.setprofile."""
@@ -78,8 +79,8 @@ class Recorder:
             if made is not None and len(made) == len(origins):
                 self._learn(made, origins)
 
-    def _note(self, frame: FrameType, name: str, origins: list[list[int]]) -> None:
-        rows = sorted({row for known in origins for row in known})
+    def _note(self, frame: FrameType, name: str, origins: list[int | None]) -> None:
+        rows = sorted({row for row in origins if row is not None})
         caller = frame.f_back
         while caller is not None and is_foreign_to_user(caller.f_code.co_filename):
             caller = caller.f_back
@@ -126,9 +127,9 @@ def _keys(array: Any) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def recording(features: Any) -> Iterator[Recorder]:
+def recording(features: Any, train: Any = ()) -> Iterator[Recorder]:
     """Record while the block runs; a profiler that was set before is put back."""
-    recorder, before = Recorder(features), sys.getprofile()
+    recorder, before = Recorder(features, train), sys.getprofile()
     sys.setprofile(recorder.listen)
     try:
         yield recorder

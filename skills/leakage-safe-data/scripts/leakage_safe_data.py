@@ -196,23 +196,12 @@ def judge_rows(
 ) -> None:
     """Run every check of a table and write the report."""
     import column_checks as columns
-    import row_checks
     from leak_pictures import draw_table
     from pipeline_checks import check_pipeline
     from severities import Finding, deliver
 
-    scored = columns.score_columns(rows)
-    shift, told = columns.check_shift(rows)
-    findings = [
-        *more,
-        row_checks.check_copies(rows),
-        row_checks.check_near_copies(rows),
-        row_checks.check_groups(rows),
-        row_checks.check_time(rows),
-        columns.check_columns(rows, scored),
-        columns.check_encodings(rows),
-        shift,
-    ]
+    findings, scored, told = table_findings(rows)
+    findings += more
     if pipeline is None:
         why = "no --pipeline FILE.py:FUNCTION"
         findings += [Finding(id, "skipped", why) for id in WITH_PIPELINE]
@@ -234,6 +223,25 @@ def judge_rows(
         report.next.append("--split COLUMN, or --train and --test files: judges the split too")
     kind = f"{len(rows.classes)} classes" if rows.classes else "values"
     report.summary = f"{split}, {len(rows.features)} columns, target {rows.target.name} ({kind})"
+
+
+def table_findings(rows: Any) -> tuple[list[Any], list[Any], Any]:
+    """Judge rows and columns; returns findings, the columns' scores, and those of the shift."""
+    import column_checks as columns
+    import row_checks
+
+    scored = columns.score_columns(rows)
+    shift, told = columns.check_shift(rows)
+    findings = [
+        row_checks.check_copies(rows),
+        row_checks.check_near_copies(rows),
+        row_checks.check_groups(rows),
+        row_checks.check_time(rows),
+        columns.check_columns(rows, scored),
+        columns.check_encodings(rows),
+        shift,
+    ]
+    return findings, scored, told
 
 
 def of_project(call: cli.Invocation, report: Report) -> None:

@@ -61,7 +61,7 @@ class Pipeline:
         np.random.seed(self.rows.seed % 2**32)
         with user_code(f"--pipeline {self.name}"):
             if record:
-                with recording(x) as recorder:
+                with recording(x, self.train) as recorder:
                     found = self.function(*args)
                 self.calls = recorder.calls
             else:
@@ -177,9 +177,7 @@ def _shuffled_labels(
     mean = float(np.mean(scores))
     fails = chance_p < THRESHOLDS["leak-shuffled-labels"]
     kind = "score" if rows.classes else "R2"
-    message = (
-        f"probability by chance; {kind} {mean:.3f} on shuffled targets, {score:.3f} on the real"
-    )
+    message = f"by chance; {kind} {mean:.3f} on shuffled targets, {score:.3f} on real ones"
     base = _chance_level(pipeline)
     finding = Finding(
         "leak-shuffled-labels",
@@ -220,30 +218,41 @@ def _fit_before_split(pipeline: Pipeline, plain: Any, repeats: bool) -> Finding:
     features[test[changed]] = _others(features[test[changed]], generator)
     again = pipeline.predict(features=features)
     by_features = _moved(plain[~changed], again[~changed])
+    seen = _outside(pipeline)
+    if not by_target and not by_features and seen is not None:
+        message = f"{seen.name} saw rows outside train; no prediction changes with them: small"
+        return Finding(
+            "leak-fit-before-split",
+            "fail",
+            message,
+            value=float(len(np.setdiff1d(seen.rows, pipeline.train)) / len(test)),
+            fix=_line(pipeline, needs_target=False),
+            small=True,
+        )
     if not by_target and not by_features:
         message = "predictions depend on the training rows and their own row alone"
         return Finding("leak-fit-before-split", "pass", message, value=0.0)
     fix = _line(pipeline, needs_target=by_target > 0)
     if by_target:
-        message = f"{percent(by_target)} of predictions change with targets of test rows"
+        message = f"{percent(by_target)} of predictions follow targets of test rows"
         return Finding("leak-fit-before-split", "fail", message, value=by_target, fix=fix)
     message = (
-        f"{percent(by_features)} of predictions change with features of other test rows, none with "
-        "their targets: usually a small gain"
+        f"{percent(by_features)} of predictions follow features of other test rows, none their "
+        "targets: small"
     )
     return Finding("leak-fit-before-split", "fail", message, value=by_features, fix=fix, small=True)
 
 
 def _others(features: Any, generator: np.random.Generator) -> Any:
-    """Make other rows of the same kind: numbers doubled and moved, text taken from other rows."""
+    """Make other rows of the same kind: numbers ten times as large, text from other rows."""
     if features.dtype != object:
         spread = np.nanstd(features, axis=0)
-        return 2 * features + np.where(spread > 0, spread, 1.0)
+        return 10 * features + 10 * np.where(spread > 0, spread, 1.0)
     made = features.copy()
     for number in range(made.shape[1]):
         column = made[:, number]
         if all(value is None or isinstance(value, float) for value in column):
-            made[:, number] = [value if value is None else 2 * value + 1 for value in column]
+            made[:, number] = [value if value is None else 10 * value + 10 for value in column]
         else:
             made[:, number] = generator.permutation(column)
     return made
@@ -259,17 +268,28 @@ def _moved(one: Any, other: Any) -> float:
     return float(1 - same.reshape(len(one), -1).all(axis=1).mean())
 
 
+def _outside(pipeline: Pipeline, *, needs_target: bool = False) -> FitCall | None:
+    """Return the first fit that saw a row outside train, or all rows where there are folds."""
+    for call in pipeline.calls:
+        if pipeline.own_folds:
+            seen = len(call.rows) == pipeline.rows.count
+        else:
+            seen = bool(len(np.setdiff1d(call.rows, pipeline.train)))
+        if seen and (call.with_target or not needs_target):
+            return call
+    return None
+
+
 def _line(pipeline: Pipeline, *, needs_target: bool) -> dict[str, Any] | None:
     """Name the first fit that saw a row outside train, one that had targets where they matter.
 
     Without one it was done by hand: then the function itself.
     """
-    for call in pipeline.calls:
-        extra = len(np.setdiff1d(call.rows, pipeline.train))
-        where = "rows outside train"
-        if pipeline.own_folds:
-            extra = len(call.rows) if len(call.rows) == pipeline.rows.count else 0
-            where = "rows, before the folds"
-        if extra and (call.with_target or not needs_target):
-            return fix_at(call.file, call.line, f"{call.name} saw {extra} {where}; fit it on train")
+    call = _outside(pipeline, needs_target=needs_target)
+    if call is not None:
+        text = f"{call.name} saw {len(call.rows)} rows, before the folds; fit it inside"
+        if not pipeline.own_folds:
+            extra = len(np.setdiff1d(call.rows, pipeline.train))
+            text = f"{call.name} saw {extra} rows outside train; fit it on train"
+        return fix_at(call.file, call.line, text)
     return fix_in(pipeline.function, "something here is computed over all rows; use train alone")

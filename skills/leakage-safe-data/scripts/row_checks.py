@@ -69,9 +69,11 @@ def check_copies(rows: Rows) -> Finding:
         return Finding("leak-duplicates", "pass", count, value=share)
     same, accuracy = _recalled(rows, train, test)
     base = rows.chance(rows.test)
-    message = f"{count} ({percent(same)} with their target)"
+    message = count
     if rows.classes:
-        message += f"; knowing them by heart scores {accuracy:.3f}, the commonest class {base:.3f}"
+        message += f", by heart {accuracy:.3f} right, by chance {base:.3f}"
+    conflicting = float(copied.mean()) - same
+    message += f", {percent(conflicting)} with another target" if conflicting else ""
     message += f": row {int(rows.test[np.flatnonzero(copied)[0]])}"
     inflation = max(0.0, accuracy - base) if rows.classes else same
     return Finding("leak-duplicates", "fail", message, value=share, inflation=inflation)
@@ -187,8 +189,8 @@ def check_groups(rows: Rows) -> Finding:
     base = rows.chance(rows.test[both])
     shown = len(np.unique(test[both]))
     message = (
-        f"{shown} groups have rows on both sides; the group alone scores {score:.3f} on them, "
-        f"{'the commonest class' if rows.classes else 'the mean'} {base:.3f}"
+        f"of held-out rows: {shown} groups are on both sides; the group alone scores {score:.3f}, "
+        f"{'chance' if rows.classes else 'the mean'} {base:.3f}"
     )
     gain = max(0.0, score - base) * share
     return Finding("leak-groups", "fail", message, value=share, inflation=gain)
@@ -218,13 +220,13 @@ def check_time(rows: Rows) -> Finding:
     order = np.argsort(rows.time, kind="stable")
     honest = _next_in_time(rows, order[: len(rows.train)], order[len(rows.train) :])
     within = rows.time[rows.train] >= first
-    what = "are not before the first held-out row"
+    what = "not before the first held-out one"
     if not within.any():
-        what = f"are within the embargo of {rows.embargo:g} before the first held-out row"
+        what = f"within the embargo of {rows.embargo:g} before held-out ones"
     kind = "accuracy" if rows.classes else "R2"
     message = (
-        f"of training rows {what}; copying the target nearest in time has {kind} {as_split:.3f}, "
-        f"and {honest:.3f} when the split is in order of time"
+        f"of training rows {what}; the target nearest in time: {kind} {as_split:.3f}, in order of "
+        f"time {honest:.3f}"
     )
     gain = min(1.0, max(0.0, as_split - max(honest, rows.chance(rows.test))))
     return Finding("leak-time-order", "fail", message, value=share, inflation=gain)
