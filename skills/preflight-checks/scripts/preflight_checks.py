@@ -6,7 +6,10 @@ Each check gives a verdict, its number and, when it fails, the line to change. -
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ from kit import cli  # noqa: E402
 from kit.report import Report  # noqa: E402
 from kit.state import preserved  # noqa: E402
 from kit.target import Target  # noqa: E402
+from kit.tree_hash import tree_hash  # noqa: E402
 
 SKILL = "preflight-checks"
 THRESHOLDS = {
@@ -171,9 +175,37 @@ def measure(call: cli.Invocation) -> Report:
     )
     for finding in findings:
         report.check(finding.pop("id"), finding.pop("verdict"), **finding)
+    if args.target is None and args.only is None and not args.skip:
+        record(call, report)
     counts = {v: sum(c["verdict"] == v for c in report.checks) for v in ("pass", "fail", "skipped")}
     report.summary = ", ".join(f"{n} {v}" for v, n in counts.items())
     return report
+
+
+def record(call: cli.Invocation, report: Report) -> None:
+    """Add a line to runs/checks/preflight.jsonl: which code and overrides were looked at.
+
+    A hook knows a preflighted launch by `overrides` and `tree_hash`.
+    """
+    args = call.args
+    overrides = list(args.set)
+    overrides += [] if args.seed is None else [f"seed={args.seed}"]
+    overrides += [] if args.device == "auto" else [f"accelerator={args.device}"]
+    entry = {
+        "overrides": overrides,
+        "tree_hash": tree_hash(call.project),
+        "verdict": report.verdict,
+        "config_hash": call.target.config_hash if call.target else None,
+        "time": time.time(),
+        "report": str(call.out / "report.json"),
+    }
+    path = call.project / "runs" / "checks" / "preflight.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(entry) + "\n").encode())  # one write a line
+    finally:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ user_code    imports and calls code that is not ours; errors name its last frame
 batches      move a batch of any shape, count its targets
 state        everything a check may change is put back, bit for bit
 report       checks, verdict, report.json, the short text, the ledger
+tree_hash    one hash of the code and configuration of a project, for hooks too
 layouts      a project's configuration for some ranks, and a small model of its kind
 memory       bytes alive, highest, of the training state
 fewer_ranks  a layout cut down to the ranks that a CPU can fork

@@ -270,8 +270,9 @@ def _deliver(call: Invocation, found: Report, stdout: Any) -> int:
     else:
         if call.args.json is not None:
             report.write_json(Path(call.args.json), written)
-        print(report.render(written, shown(call.out / "report.json")), file=stdout, flush=True)
-    return EXIT_CODES[written["verdict"]]
+        place = shown(call.out / "report.json")
+        print(report.render(written, place, found.exit_code), file=stdout, flush=True)
+    return EXIT_CODES[written["verdict"]] if found.exit_code is None else found.exit_code
 
 
 def shown(path: Path) -> Path:

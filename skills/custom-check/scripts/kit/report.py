@@ -36,6 +36,8 @@ class Report:
     evidence: list[str] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
     artifacts: list[str] = field(default_factory=list)
+    exit_code: int | None = None
+    """Instead of the verdict's own, for a report on runs of which some could not start."""
 
     def check(
         self,
@@ -140,7 +142,7 @@ def append_ledger(project: Path, report: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def render(report: Mapping[str, Any], path: Path) -> str:
+def render(report: Mapping[str, Any], path: Path, code: int | None = None) -> str:
     """Give the text: at most MAX_LINES lines, every failed id among them, verdict and path last."""
     order = {"fail": 0, "unclear": 1, "pass": 2, "skipped": 3}
     checks = sorted(report["checks"], key=lambda check: order[check["verdict"]])
@@ -158,7 +160,8 @@ def render(report: Mapping[str, Any], path: Path) -> str:
         lines += [_check_line(check) for check in checks]
     verdict = report["verdict"]
     lines = [_one_line(line, keep="also fail" in line) for line in [*lines, *extra]]
-    return "\n".join([*lines, f"verdict: {verdict} (exit {EXIT_CODES[verdict]}), report {path}"])
+    code = EXIT_CODES[verdict] if code is None else code
+    return "\n".join([*lines, f"verdict: {verdict} (exit {code}), report {path}"])
 
 
 def _one_line(text: str, *, keep: bool) -> str:
