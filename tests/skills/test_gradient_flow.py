@@ -50,6 +50,7 @@ SOUND = {
     "convolutions, ReLU in place": flows.images,
     "an expert without tokens": flows.mixture,
     "gates at zero, a block called twice": flows.gates,
+    "activations as functions": flows.functions,
     "no optimizer": lambda: flows.gates()[:3],
     "learning rate of 1e-2": lambda: flows.gpt(lr=1e-2),
 }
@@ -78,6 +79,14 @@ FAULTS = {
     ),
     "tanh of large numbers": (
         lambda: flows.tower(3, std=30.0),
+        {"saturated-units"},
+    ),
+    "one of two relu() is off": (
+        lambda: flows.functions(bias=-10.0),
+        {"dead-units", "vanishing-gradient"},
+    ),
+    "one of two x.tanh() is on its ends": (
+        lambda: flows.functions(torch.Tensor.tanh, weight=1000.0),
         {"saturated-units"},
     ),
     "images with a bias of -10": (

@@ -34,6 +34,7 @@ class Recorder:
     def __init__(self, model: nn.Module, blocks: set[str]) -> None:
         self.active = False
         self.here = ""
+        """Name of the module that runs; the class of the whole model, or empty outside of it."""
         self.looks = 0
         self.classes: dict[str, str] = {}
         self.called: set[str] = set()
@@ -61,8 +62,11 @@ class Recorder:
         self._blocks = blocks
         self._model = model
         self._stack: list[str] = []
+        self._before = ""
+        """Module that returned last: tells activations in one forward apart."""
         self._waiting: list[tuple[str, Tensor, int]] = []
         self._waiting_gradients: list[tuple[str, Tensor]] = []
+        self._leaves: set[str] = set()
         self._written: set[str] = set()
         """Modules whose output was changed in place after they returned it."""
         self._without_gradient: set[str] = set()
@@ -94,6 +98,7 @@ class Recorder:
     def look(self, *, keep_streams: bool = False) -> Iterator[None]:
         """Look at one forward and backward pass."""
         self._stack, self._backward, self._without_gradient = [], False, set()
+        self.here = self._before = ""
         self.stream_tensors = {} if keep_streams else None
         self.active = True
         try:
@@ -115,14 +120,17 @@ class Recorder:
     def _listen(self, name: str, module: nn.Module) -> list[Any]:
         shown = bool(name) and not isinstance(module, NOT_SHOWN)
         is_block = name in self._blocks
+        label = name or type(module).__name__
+        if not any(True for _ in module.children()):
+            self._leaves.add(label)
         if name not in self.classes:
             self.classes[name] = type(module).__name__
 
         def before(_: nn.Module, __: Any) -> None:
             if self.active:
                 self.called.add(name)
-                self._stack.append(name)
-                self.here = name
+                self._stack.append(label)
+                self.here = label
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self.active:
@@ -131,7 +139,7 @@ class Recorder:
                 return
             if self._stack:
                 self._stack.pop()
-            self.here = self._stack[-1] if self._stack else ""
+            self.here, self._before = self._stack[-1] if self._stack else "", label
             if shown or is_block:
                 with no_torch_function():  # or the mode would meet every attribute that we read
                     self._returned(name, output, (args, kwargs) if is_block else None)
@@ -221,14 +229,19 @@ class Recorder:
         others = [d for d in range(x.dim()) if d != dim]
         rows = x.numel() // max(x.shape[dim], 1)
         on = (x > cutoff).sum() if self.looks == 0 else None
-        self.units.setdefault(self.here, []).append((rows, cutoff, x.amax(others), on))
+        self.units.setdefault(self._activation(), []).append((rows, cutoff, x.amax(others), on))
 
     def squashed(self, kind: str, x: Tensor) -> None:
         """Take the input of a tanh or sigmoid, any shape."""
         if self.here and x.numel() > 1:
             ends = [] if self.looks else [(x < -FLAT[kind]).sum(), (x > FLAT[kind]).sum()]
-            calls = self.squashes.setdefault(self.here, [])
+            calls = self.squashes.setdefault(self._activation(), [])
             calls.append((kind, x.numel(), (x.abs() > FLAT[kind]).sum(), ends))
+
+    def _activation(self) -> str:
+        """Name an activation: its own module, or what returned before it in a larger one."""
+        own = self.here in self._leaves or not self._before
+        return self.here if own else f"{self._before} (activation after it)"
 
     def attended(self, largest: Tensor, entropy: Tensor) -> None:
         """Take what logit_statistics says of one call, [H] each."""
@@ -266,7 +279,11 @@ def norms_of(tensors: list[Tensor]) -> list[Tensor]:
 def sample(x: Tensor) -> Tensor:
     """Take up to SAMPLED elements, evenly spread, as float32 [N]; a copy."""
     flat = x.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLED))].float().clone()
+    if flat.numel() <= SAMPLED:
+        return flat.float().clone()
+    # Steps that are no whole number: those of a power of two would meet the same columns only.
+    step = (flat.numel() - 1) / (SAMPLED - 0.5)
+    return flat[(torch.arange(SAMPLED, device=flat.device) * step).long()].float()
 
 
 def find_stacks(model: nn.Module) -> list[list[str]]:

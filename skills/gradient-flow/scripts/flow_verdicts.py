@@ -56,7 +56,7 @@ class Judge:
 
     def place(self, name: str, text: str, pattern: str | None = None) -> dict[str, Any] | None:
         """Name the line of the class of a module, or of the one around it, that is the user's."""
-        parts = name.split(".") if name else []
+        parts = name.partition(" ")[0].split(".") if name else []
         for end in range(len(parts), -1, -1):
             try:
                 module = self.target.model.get_submodule(".".join(parts[:end]))

@@ -244,3 +244,25 @@ def hugging_face(kind, attention, **fields):
     model = getattr(transformers, f"{kind}ForCausalLM")(settings)
     batches = [{"input_ids": ids, "labels": ids} for ids in token_batches()]
     return parts(model, batches, lambda model, batch: model(**batch).loss)
+
+
+class Functions(nn.Module):
+    """Activations as functions in the forward of the whole model; one layer's are off."""
+
+    def __init__(self, act, weight, bias):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 32)
+        self.head, self.act = nn.Linear(32, 4), act
+        with torch.no_grad():
+            self.second.weight.mul_(weight)
+            self.second.bias.add_(bias)
+
+    def forward(self, x):
+        return self.head(self.act(self.second(self.act(self.first(x)))))
+
+
+def functions(act=F.relu, weight=1.0, bias=0.0):
+    torch.manual_seed(0)
+    labels = torch.arange(64) % 4
+    batches = [(random(64, 16, seed=i), labels) for i in range(4)]
+    return parts(Functions(act, weight, bias), batches, classes)
