@@ -54,7 +54,7 @@ def start_of(term: Term) -> Start:
 def _classes(term: Term) -> Start:
     import torch
 
-    scores, here = term.scores, term.scores > NO_SCORE
+    scores, here = term.scores, _present(term.scores)
     counts = here.sum(-1).clamp(min=1).double()
     share = term.weights * term.mass
     total = share.sum().clamp(min=1e-300)
@@ -83,6 +83,13 @@ def _classes(term: Term) -> Start:
         chance=float((share * spread).sum() / total) * float(prior.square().sum().sqrt()),
         bias=[math.log(max(float(p), 1e-12)) for p in prior[:64]],
     )
+
+
+def _present(scores: Any) -> Any:
+    """Tell which classes a row has: those at minus infinity, or at -1e9 and the like among scores
+    of common size, are taken away."""
+    common = scores.amax(-1, keepdim=True) < -NO_SCORE / 10
+    return ~scores.isneginf() & ~((scores < NO_SCORE) & common)
 
 
 def _by_class(term: Term) -> bool:

@@ -39,7 +39,8 @@ from kit.user_code import user_code  # noqa: E402
 
 from auxiliary_terms import judge_auxiliary  # noqa: E402  # isort: skip
 from expected_loss import Start, start_of  # noqa: E402  # isort: skip
-from start_verdicts import judge_start, trained_by  # noqa: E402  # isort: skip
+from model_head import trained_by  # noqa: E402  # isort: skip
+from start_verdicts import judge_start  # noqa: E402  # isort: skip
 
 SKILL = "init-loss"
 THRESHOLDS = {

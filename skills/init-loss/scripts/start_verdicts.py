@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from expected_loss import Start
+from model_head import head_line, head_of
 
-from kit.fix import fix_at, fix_in
+from kit.fix import fix_at
+from kit.loss_terms import class_costs
 from kit.report import Report
 from kit.target import Target
 
@@ -49,6 +51,8 @@ class Finding:
     @property
     def follows_prior(self) -> bool:
         """Tell whether constant scores (a bias) hold the labels' frequencies."""
+        if not self.first.term.normalised:
+            return False
         gained, gap = self.guess - self.constant, self.constant - self.prior
         return gained > -LOW and (gap <= HIGH or gap <= RELATIVE * self.prior) and gained > gap
 
@@ -181,9 +185,11 @@ def _judge_scores(
         message = f"{said}: {f.first.term.function} wants log-probabilities, and got raw scores"
     elif high:
         verdict, limit = "fail", limits["logit-scale"]
-        message = f"{said}: {_why_high(f)}"
-        better = f"set its bias to {_bias(f)}" if _cause(f) == "bias" else "start it smaller"
-        fix = _head_line(target, f, better) or _line(f, "look at the scores")
+        message = f"{said}: {_why_high(target, f)}"
+        better = (
+            f"set its bias to {_bias(f)}" if _cause(target, f) == "bias" else "start it smaller"
+        )
+        fix = head_line(target, f.first.term, better) or _line(f, "look at the scores")
     elif low:
         verdict, message = _judge_low(f, said, trained, limits["initial-loss"])
         limit = limits["initial-loss"]
@@ -199,7 +205,7 @@ def _judge_scores(
         message=message,
         fix=fix,
     )
-    wide = high and _cause(f) == "spread"
+    wide = high and _cause(target, f) == "spread"
     report.check(
         "logit-scale",
         "fail" if wide else "pass",
@@ -207,26 +213,47 @@ def _judge_scores(
         threshold=limits["logit-scale"],
         unit="nats",
         message=f"above the expected loss; standard deviation of the logits {f.spread:.3g}",
-        fix=_head_line(target, f, "a smaller start, e.g. std 0.02") if wide else None,
+        fix=head_line(target, f.first.term, "a smaller start, e.g. std 0.02") if wide else None,
     )
     _judge_bias(report, target, f, trained, high, limits["head-prior-bias"])
 
 
-def _cause(f: Finding) -> str:
-    parts = {
-        "spread": f.unpaired - f.constant,
-        "bias": f.constant - f.expected,
-        "labels": -f.informed,
-    }
-    return max(parts, key=lambda name: parts[name])
+def _cause(target: Target, f: Finding) -> str:
+    """Say what a loss that is too high comes from: the head's bias, other labels, or the spread.
+
+    Large random scores have large means too, so that a bias is to blame only when it, alone, costs
+    too much; labels only beyond chance.
+    """
+    _, head = head_of(target, f.first.term)
+    bias = getattr(head, "bias", None)
+    wrong_bias = f.constant - f.expected > 2 * (f.unpaired - f.constant)
+    if hasattr(bias, "detach"):
+        wrong_bias = _bias_alone(f, bias) - f.guess > 0.5 * f.excess
+    if wrong_bias:
+        return "bias"
+    contradicted = -f.informed > max(CHANCE * f.chance, f.unpaired - f.expected)
+    return "labels" if contradicted else "spread"
 
 
-def _why_high(f: Finding) -> str:
+def _bias_alone(f: Finding, bias: Any) -> float:
+    """Return the loss of the head's bias without its inputs."""
+    import torch
+
+    term = f.first.term
+    alone = bias.detach().double().cpu()[: term.classes].expand(len(term.scores), -1)
+    if term.kind == "binary":
+        softplus = torch.nn.functional.softplus
+        costs = term.labels * softplus(-alone) + (1 - term.labels) * softplus(alone)
+        return term.average(costs * term.mass)
+    return term.average(class_costs(alone, term.labels, term.options)[0])
+
+
+def _why_high(target: Target, f: Finding) -> str:
     return {
         "spread": f"the logits are too large, their standard deviation is {f.spread:.3g}",
         "bias": "constant scores (a bias) contradict how often each label comes",
         "labels": "the scores contradict the labels: weights trained on other labels, or a sign",
-    }[_cause(f)]
+    }[_cause(target, f)]
 
 
 def _why_between(f: Finding) -> str:
@@ -266,7 +293,7 @@ def _judge_bias(
 ) -> None:
     """Judge the head's bias by the entropy of the labels; suggest one where it would help."""
     gain = f.guess - f.prior
-    name, head = _head(target, f.first.term)
+    name, head = head_of(target, f.first.term)
     verdict, message, fix = (
         "pass",
         f"below {f.guess:.4f} lies the labels' entropy {f.prior:.4f}",
@@ -274,16 +301,16 @@ def _judge_bias(
     )
     if trained is not None or _is_contrastive(f):
         verdict, message = "skipped", trained or "labels are places in the batch"
-    elif high and _cause(f) == "bias":
+    elif high and _cause(target, f) == "bias":
         verdict = "fail"
         message += f", but constant scores cost {f.constant:.4f}"
-        fix = _head_line(target, f, f"set its bias to {_bias(f)}")
+        fix = head_line(target, f.first.term, f"set its bias to {_bias(f)}")
     elif gain <= limit:
         verdict, message = "skipped", f"labels are even enough, their entropy is {f.prior:.4f}"
     elif f.follows_prior:
         message += ", which the head's constant scores hold"
     elif head is not None and getattr(head, "bias", None) is not None:
-        place = _head_line(target, f, "")
+        place = head_line(target, f.first.term, "")
         at = f" ({place['file']}:{place['line']})" if place else ""
         report.next.append(f"start the bias of {name}{at} at {_bias(f)}: saves {gain:.2f} nats")
     else:
@@ -330,7 +357,7 @@ def _judge_values(report: Report, target: Target, f: Finding, trained: str | Non
         value=f.spread,
         threshold=WIDEST,
         message="spread of the predictions over that of the labels",
-        fix=_head_line(target, f, "a smaller start, or labels divided by their std")
+        fix=head_line(target, f.first.term, "a smaller start, or labels divided by their std")
         if wide
         else None,
     )
@@ -341,12 +368,14 @@ def _judge_values(report: Report, target: Target, f: Finding, trained: str | Non
         value=f.offset,
         threshold=WIDEST,
         message="distance of the mean prediction from the mean label over the labels' spread",
-        fix=_head_line(target, f, f"set its bias to {_bias(f)}, or subtract it from the labels")
+        fix=head_line(
+            target, f.first.term, f"set its bias to {_bias(f)}, or subtract it from the labels"
+        )
         if far
         else None,
     )
     if f.guess and 0.5 < f.offset <= WIDEST:
-        place = _head_line(target, f, "")
+        place = head_line(target, f.first.term, "")
         at = f" ({place['file']}:{place['line']})" if place else ""
         report.next.append(f"start the bias of the last layer{at} at {_bias(f)}")
     if f.guess and WIDE < f.spread <= WIDEST:
@@ -388,40 +417,3 @@ def _size(batch: Any, rows: float) -> float:
     from kit.batch_tree import batch_size
 
     return float(batch_size(batch)) if batch is not None else rows
-
-
-def trained_by(target: Target) -> str | None:
-    """Say how the weights are known to be trained: run.init_from, or from_pretrained; else None."""
-    if target.runtime is not None:
-        source = getattr(getattr(target.runtime.config, "run", None), "init_from", None)
-        return f"run.init_from={source}" if source else None
-    for name, module in target.model.named_modules():
-        source = getattr(getattr(module, "config", None), "_name_or_path", "")
-        if source and hasattr(module, "from_pretrained"):
-            return f"from_pretrained({source!r})" + (f" in {name}" if name else "")
-    return None
-
-
-def _head(target: Target, term: Any) -> tuple[str, Any]:
-    """Find the last layer that makes as many scores as there are classes."""
-    found: tuple[str, Any] = ("", None)
-    for name, module in target.model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not hasattr(weight, "dim") or weight.dim() < 2:
-            continue
-        if "Embedding" not in type(module).__name__ and 0 <= weight.shape[0] - term.classes < 64:
-            found = (name, module)
-    return found
-
-
-def _head_line(target: Target, f: Finding, text: str) -> dict[str, Any] | None:
-    """Name the line that makes the head."""
-    name, head = _head(target, f.first.term)
-    if head is None:
-        return None
-    owner, _, leaf = name.rpartition(".")
-    text = f"{name}: {text}" if text else name
-    parent = target.model.get_submodule(owner)
-    if type(parent).__module__.startswith("torch.") or not leaf:
-        return _line(f, text)
-    return fix_in(type(parent), text, rf"self\.{leaf}\s*[:=]") or _line(f, text)

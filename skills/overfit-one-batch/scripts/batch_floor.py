@@ -217,7 +217,7 @@ def double_softmax_floor(classes: int) -> float:
     return math.log(math.e + classes - 1) - 1
 
 
-def double_sigmoid_floor(labels: Any) -> float:
+def double_sigmoid_floor(term: Term) -> float:
     """Return the least binary loss of probabilities taken for logits."""
-    ups = float(labels.double().mean())
-    return ups * math.log1p(math.exp(-1)) + (1 - ups) * math.log(2)
+    costs = term.labels * math.log1p(math.exp(-1)) + (1 - term.labels) * math.log(2)
+    return term.average(costs * term.mass)

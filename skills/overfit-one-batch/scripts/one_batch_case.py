@@ -157,9 +157,10 @@ def prepare(target: Target, *, examples: int, tokens: int) -> Case:
             floor.note = note
             floors[(term.where, term.function)] = floor
     outside, compared = changed_at_second_read(target, fixed)
+    has_graph = first.loss.requires_grad
     case = Case(
         target, fixed, random, quiet_calls, inside or outside, compared, first, known, floors,
-        real_steps.take(target, fixed.copy), Look(0, 0.0, 0.0, 0.0, 0.0),
+        real_steps.take(target, fixed.copy) if has_graph else None, Look(0, 0.0, 0.0, 0.0, 0.0),
     )  # fmt: skip
     case.start = case.look(0, first)
     return case

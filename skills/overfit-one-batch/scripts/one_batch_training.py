@@ -126,7 +126,7 @@ def train(target: Target, copy: Callable[[], Any], lr: float, plan: Plan) -> Att
     with preserved(target):
         quiet(target)
         parameters = trainable(target)
-        optimizer = WideAdamW(parameters, lr)
+        optimizer = WideAdamW(parameters, lr) if parameters else None
         torch.manual_seed(0)
         state = torch.get_rng_state()
         step, until = 0, plan.steps
@@ -147,7 +147,7 @@ def train(target: Target, copy: Callable[[], Any], lr: float, plan: Plan) -> Att
                 loss = _wanted(seen) if seen else target.loss_fn(target.model, copy())
             attempt.losses.append(float(loss.detach()))
             plan.progress(step, attempt.losses[-1])
-            if not loss.requires_grad:
+            if optimizer is None or not loss.requires_grad:
                 attempt.gradient, attempt.ended = 0.0, "flat"
                 break
             optimizer.zero_grad()

@@ -82,9 +82,10 @@ def _doubled(case: Case, limit: float) -> tuple[str, float] | None:
             continue
         if call.is_double_softmax and call.scores.shape[-1] > 1:
             return "cross_entropy gets a softmax", double_softmax_floor(call.scores.shape[-1])
-        logits = call.function == "binary_cross_entropy_with_logits"
-        if logits and call.origin == "sigmoid":
-            return "the loss with logits gets a sigmoid", double_sigmoid_floor(call.raw_labels)
+    for term in case.terms:
+        logits = term.function == "binary_cross_entropy_with_logits"
+        if logits and term.origin == "sigmoid":
+            return "the loss with logits gets a sigmoid", double_sigmoid_floor(term)
     if case.passed or (not math.isnan(accuracy) and accuracy < SIGNATURE_ACCURACY):
         return None
     sizes = {term.classes for term in case.terms if term.kind == "classes"}
@@ -135,7 +136,10 @@ def _judge_floor(report: Report, case: Case, limits: dict[str, float], doubled: 
         said += f" of at most {case.best_accuracy:.1%}"
     said += f"; {'; '.join(notes)}" if notes else ""
     verdict, fix = "pass", None
-    if case.unbounded:
+    if not math.isfinite(last.total):
+        verdict, fix = "fail", _where(case, "find what is not finite: gradient-flow")
+        said += "; the loss is not finite"
+    elif case.unbounded:
         verdict = "unclear"
         said = f"{last.total:.4f} after {last.step} steps: a likelihood with a free variance has "
         said += "no lower bound, so that there is no floor to reach"
@@ -172,14 +176,28 @@ def _flat(case: Case, limits: dict[str, float]) -> bool:
 
 def _hint(case: Case) -> str:
     last = case.best.last
-    if not math.isfinite(last.loss):
-        return "the loss is not finite any more"
+    broadcast = _broadcast(case)
+    if broadcast:
+        return broadcast
+    if any(not term.normalised for term in case.terms):
+        return "nll_loss wants log-probabilities and gets raw scores: it has no lower bound"
     near = not math.isnan(case.prior) and abs(last.loss - case.prior) < 0.02 * max(case.prior, 1.0)
     if near:
         return f"the entropy of its labels is {case.prior:.4f}: the inputs seem to be ignored"
     if last.loss > case.start.loss:
         return "it rises"
     return "the model cannot fit it, or labels, inputs and loss do not belong together"
+
+
+def _broadcast(case: Case) -> str:
+    """Say that predictions and labels of different shapes were spread over each other."""
+    main = case.first.main
+    if main is None or main.kind == "classes":
+        return ""
+    scores, labels = tuple(main.raw_scores.shape), tuple(main.raw_labels.shape)
+    if scores == labels or math.prod(scores) == math.prod(labels) == main.result.numel() > 1:
+        return ""
+    return f"predictions {list(scores)} meet labels {list(labels)}: each prediction meets all"
 
 
 def _judge_inputs(report: Report, case: Case, limit: float) -> None:
@@ -189,6 +207,9 @@ def _judge_inputs(report: Report, case: Case, limit: float) -> None:
         tensors = case.fixed.inputs()
         why = "an input is a label too" if tensors else "no tensor of the batch is an input"
         report.check("input-independent", "skipped", message=f"no baseline: {why}")
+        return
+    if not case.passed and (_broadcast(case) or not math.isfinite(last.loss)):
+        report.check("input-independent", "skipped", message="see one-batch-floor")
         return
     at = min(len(case.best.looks), len(blind.looks)) - 1
     seen = last.loss if not case.passed else case.best.looks[at].loss
@@ -213,12 +234,14 @@ def _stuck_at_start(case: Case) -> bool:
 
 
 def _judge_learning(report: Report, case: Case, limit: float) -> None:
-    """Fail a loss that stays where it began, and a step that goes uphill."""
-    best, start = case.best, case.start.loss
+    """Fail a loss that stays where it began, and a user's step that stands still or goes uphill."""
+    best, start, real = case.best, case.start.loss, case.real
     fall = (start - best.last.loss) / abs(start) if start else 0.0
     verdict, fix = "pass", None
     said = f"of the first loss gone after {best.last.step} steps"
-    if best.gradient == 0:
+    if not math.isfinite(best.last.loss):
+        verdict, fall, said = "skipped", None, "the loss is not finite"
+    elif best.gradient == 0:
         verdict = "fail"
         said = "no gradient reaches a parameter: detach, no_grad, or nothing requires a gradient"
         fix = _where(case, "keep the graph from the parameters to this loss")
@@ -226,11 +249,16 @@ def _judge_learning(report: Report, case: Case, limit: float) -> None:
         verdict = "fail"
         said = f"{start:.4f} to {best.last.loss:.4f} in {best.last.step} steps at every rate"
         fix = _where(case, "look at the sign and at what the loss depends on")
-    elif case.real is not None and real_steps.rises(case.real.losses) and case.passed:
-        verdict, fix = "fail", case.real.place
+    elif real is not None and real.held and real.trained and not real.moved:
+        verdict, fix = "fail", real.place
+        why = "its gradients are cleared before the step, or backward is missing"
+        why = why if any(real.rates) else "the learning rate is 0"
+        said = f"a fresh AdamW learns the batch, but {real.by} moves no parameter: {why}"
+    elif real is not None and real_steps.rises(real.losses) and case.passed:
+        verdict, fix = "fail", real.place
         said = (
-            f"a fresh AdamW learns the batch, but with {case.real.by} the loss rises at every step "
-            f"({case.real.losses[0]:.4f} to {case.real.losses[-1]:.4f}): maximize, or a sign, or lr"
+            f"a fresh AdamW learns the batch, but with {real.by} the loss rises at every step "
+            f"({real.losses[0]:.4f} to {real.losses[-1]:.4f}): maximize, or a sign, or lr"
         )
     report.check("no-learning", verdict, value=fall, threshold=limit, message=said, fix=fix)
 
@@ -255,11 +283,11 @@ def _judge_optimizer(report: Report, case: Case) -> None:
         return
     verdict, fix = "pass", None
     said = f"of {real.trained} parameters moved in steps of {real.by}"
-    if real.moved == 0:
+    if real.moved == 0 and real.held:
+        verdict, said = "skipped", "see no-learning"
+    elif real.moved == 0:
         verdict, fix = "fail", real.place
-        why = f"the optimizer holds {real.held} of the model's {real.trained} parameters"
-        if real.held and not any(real.rates):
-            why = "its learning rate is 0"
+        why = f"the optimizer holds none of the model's {real.trained} parameters"
         same = len(set(real.losses)) == 1 and len(real.losses) > 1
         said += f": {why}" + (", the loss stays the same to the last bit" if same else "")
     report.check(
