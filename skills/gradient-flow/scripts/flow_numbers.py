@@ -11,6 +11,8 @@ import torch
 from flow_recorder import Recorder, norms_of
 from torch import Tensor, nn
 
+from kit import statistics as kit_statistics
+
 
 @dataclass
 class Stack:
@@ -193,13 +195,13 @@ RESEMBLES = 0.3
 """Cosine between input and output of a block above which it adds to a stream."""
 
 
-def trend(values: list[float]) -> tuple[float, tuple[float, float]]:
-    """Fit a line over 0, 1, 2, ...; returns the slope and its 95 % interval (Student's t)."""
-    from scipy import stats
-
-    fit: Any = stats.linregress(range(len(values)), values)
-    reach = float(stats.t.ppf(0.975, len(values) - 2)) * float(fit.stderr)
-    return float(fit.slope), (float(fit.slope) - reach, float(fit.slope) + reach)
+def trend(values: list[float]) -> tuple[float, tuple[float, float] | None]:
+    """Fit a line over 0, 1, 2, ...; returns the slope and its 95 % interval, None without scipy."""
+    places = range(len(values))
+    if kit_statistics.available():
+        fit = kit_statistics.slope(places, values)
+        return fit.value, (fit.low, fit.high)
+    return statistics.linear_regression(places, values).slope, None
 
 
 def parameter_gradients(parameters: list[Tensor]) -> list[Tensor | None]:

@@ -6,31 +6,26 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kit import plots
+
 MANY = 40
 """Modules of which histograms are drawn; more would not be read."""
 
 
-def draw(seen: Any, path: Path, limits: dict[str, float]) -> Path | None:
-    """Draw depth profiles, update ratios, histograms and attention; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(16, 9))
-    _depth(axes[0, 0], seen.flow)
-    _updates(axes[0, 1], seen.steps.ratios, limits)
-    _attention(axes[0, 2], seen.flow.attention, limits)
+def draw(seen: Any, path: Path, limits: dict[str, float]) -> list[str]:
+    """Draw depth profiles, update ratios, histograms, attention; returns the artifacts."""
+    if not plots.available():
+        return []
+    figure, panels = plots.figure("Gradient flow", rows=2, columns=3, width=5.4, height=4.2)
+    depth, updates, attention, activations, gradients, units = panels
+    _depth(depth, seen.flow)
+    _updates(updates, seen.steps.ratios, limits)
+    _attention(attention, seen.flow.attention, limits)
     order = seen.recorder.order
-    _histograms(axes[1, 0], seen.recorder.samples, order, "activations")
-    _histograms(axes[1, 1], seen.recorder.gradient_samples, order, "gradients")
-    _units(axes[1, 2], seen.flow, limits)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    _histograms(activations, seen.recorder.samples, order, "activations")
+    _histograms(gradients, seen.recorder.gradient_samples, order, "gradients")
+    _units(units, seen.flow, limits)
+    return plots.save(figure, path)
 
 
 def _depth(axes: Any, flow: Any) -> None:
@@ -49,21 +44,23 @@ def _depth(axes: Any, flow: Any) -> None:
 
 
 def _updates(axes: Any, ratios: dict[str, list[float]], limits: dict[str, float]) -> None:
-    axes.set(title="Update ratio |dW|/|W| at the peak rate", xlabel="step")
+    axes.set(title="Updates at the peak rate", xlabel="step", ylabel="|dW|/|W| by matrix")
     for values in list(ratios.values())[:MANY]:
-        axes.plot(range(1, len(values) + 1), values, linewidth=0.8)
+        plots.curve(axes, values, linewidth=0.8, linestyle="-")
     for key in ("update-ratio-high", "update-ratio-low"):
-        axes.axhline(limits[key], color="black", linestyle=":")
-    axes.axhline(1e-3, color="green", linestyle="--")
+        axes.axhline(limits[key], **plots.LIMIT)
+    axes.axhline(1e-3, color=plots.COLOURS[2], linestyle="--", label="usual")
+    axes.legend()
     axes.set_yscale("log")
 
 
 def _attention(axes: Any, rows: list[dict[str, Any]], limits: dict[str, float]) -> None:
-    axes.set(title="Entropy of attention by layer", ylabel="of ln(keys seen)", ylim=(-0.02, 1.05))
+    axes.set(title="Entropy of attention", xlabel="layer", ylabel="of ln(keys seen)")
+    axes.set_ylim(-0.02, 1.05)
     for number, row in enumerate(rows):
         shares = [h["entropy"] for h in row["heads"] if h["entropy"] is not None]
         axes.scatter([number] * len(shares), shares, s=12)
-    axes.axhline(limits["attention-entropy"], color="black", linestyle=":")
+    axes.axhline(limits["attention-entropy"], **plots.LIMIT)
     if not rows:
         axes.text(0.5, 0.5, "no softmax attention", ha="center", transform=axes.transAxes)
 
@@ -74,7 +71,8 @@ def _histograms(axes: Any, samples: dict[str, Any], order: list[str], what: str)
     names = names[:: max(1, -(-len(names) // MANY))]
     sizes = [_log_sizes(samples[name]) for name in names]
     known = [s for s in sizes if len(s)]
-    axes.set(title=f"Size of {what}", xlabel="log10 of the size")
+    axes.set(title=f"Size of {what}", xlabel="log10 of the size", ylabel="module")
+    axes.grid(False)
     if not known:
         return
     low = max(min(float(s.min()) for s in known), -20.0)
@@ -99,13 +97,13 @@ def _units(axes: Any, flow: Any, limits: dict[str, float]) -> None:
     rows = [(u["name"], u["dead"] or 0.0, "dead") for u in flow.units]
     rows += [(s["name"], s["saturated"], s["kind"]) for s in flow.squashes]
     rows = rows[:MANY]
-    axes.set(title="Dead and saturated", xlim=(0, 1.02), xlabel="share")
+    axes.set(title="Dead and saturated", xlim=(0, 1.02), xlabel="share", ylabel="activation")
     if not rows:
         axes.text(0.5, 0.5, "no activation function seen", ha="center", transform=axes.transAxes)
         return
     axes.barh(range(len(rows)), [value for _, value, _ in rows])
     axes.set_yticks(range(len(rows)), [f"{n[-24:]} {k}" for n, _, k in rows], fontsize=5)
-    axes.axvline(limits["dead-units"], color="black", linestyle=":")
+    axes.axvline(limits["dead-units"], **plots.LIMIT)
     axes.invert_yaxis()
 
 

@@ -182,8 +182,9 @@ class Judge:
         least = self.limits["decade" if count >= SHORT else short]
         steep = abs(slope) > limit and change >= least
         bad = steep or (count >= SHORT and change >= self.limits["deep-stack"])
-        low, high = stack.interval or (math.nan, math.nan)
-        told = f"{change:.3g}x over {count} blocks, {where}; 95 % [{low:.3f}, {high:.3f}]"
+        told = f"{change:.3g}x over {count} blocks, {where}"
+        if stack.interval is not None:
+            told += f"; 95 % [{stack.interval[0]:.3f}, {stack.interval[1]:.3f}]"
         for id, hit in (("vanishing-gradient", slope > 0), ("exploding-gradient", slope < 0)):
             if silent and id == "vanishing-gradient":
                 continue

@@ -109,8 +109,7 @@ def work(call: cli.Invocation) -> Report:
     judge(report, target, seen)
     from flow_pictures import draw, write_events
 
-    picture = draw(seen, call.out / "gradient_flow.png", THRESHOLDS)
-    report.artifacts += [str(picture)] if picture else []
+    report.artifacts += draw(seen, call.out / "gradient_flow.png", THRESHOLDS)
     if not args.no_tensorboard:
         events, said = write_events(seen, call.out / "tensorboard")
         report.artifacts += [str(events)] if events else []
