@@ -76,10 +76,12 @@ def _sources(root: Path) -> tuple[frozenset[str], str]:
 @functools.cache
 def schema(root: Path) -> dict[str, str]:
     """Return every configuration key, dotted, with its annotation, read from config.py."""
-    tree = ast.parse((root / "template/curry_train/config.py").read_text(encoding="utf-8"))
+    package = root / "template/curry_train"
+    tree = ast.parse((package / "config.py").read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     bounded = {}  # Count = Annotated[int, ...] stands for int here
-    for node in tree.body:
+    bounds = ast.parse((package / "bounds.py").read_text(encoding="utf-8"))
+    for node in [*tree.body, *bounds.body]:
         match node:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
