@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -444,3 +451,108 @@ class Data(pl.LightningDataModule):
 """
     assert load_text(tmp_path, body).batches[0].shape == (2, 4)
     assert pl.__version__ == "2.6.6"
+
+
+REFERENCES = processes.EXAMPLE_CHECK.parent
+
+
+def blocks(page):
+    text = (REFERENCES / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_adapters_of_the_reference_run_as_they_stand(tmp_path):
+    found = dict(blocks("adapters.md"))
+    names = ["loop_target.py", "lightning_target.py", "trainer_target.py", "engine_target.py"]
+    assert list(found) == names
+    for name, source in found.items():
+        (tmp_path / name).write_text(source, encoding="utf-8")
+        target = load(f"{tmp_path / name}:build", tmp_path)
+        batch, before = next(iter(target.batches)), weights(target)
+        with preserved(target):
+            loss_and_gradients(target, batch)
+            if name != "trainer_target.py":
+                target.train_step(target.model, batch, target.optimizer)
+                assert not torch.equal(weights(target), before)
+        assert torch.equal(weights(target), before)
+        assert not torch.equal(weights(target.rebuild(1)), before)
+
+
+def test_the_script_of_the_reference_runs_as_it_stands(tmp_path):
+    ((name, source),) = blocks("scripts.md")
+    folder = tmp_path / "skills" / "seeds" / "scripts"
+    folder.mkdir(parents=True)
+    (tmp_path / "skills" / "custom-check").symlink_to(REFERENCES.parent)
+    (folder / name).write_text(source, encoding="utf-8")
+    done = processes.run(folder / name, "--jobs", 2, cwd=tmp_path)
+    assert done.returncode == 0 and "pass     loss-spread" in done.stdout, done.stderr
+    again = processes.run(folder / name, "--jobs", 2, cwd=tmp_path)
+    assert "all 3 jobs were done before, nothing is run" in again.stderr
+    more = processes.run(folder / name, "--jobs", 2, "--seeds", 4, cwd=tmp_path)
+    assert "1 jobs on CPU 0, CPU 1; 3 were done before" in more.stderr
+
+
+@pytest.mark.parametrize("spec", [LOOP, TRAINER], ids=["loop", "trainer"])
+def test_a_check_runs_on_a_foreign_project_of_each_kind(spec, tmp_path):
+    check = f"{processes.EXAMPLE_CHECK}:check_gradients"
+    done = processes.run(
+        processes.CUSTOM_CHECK, "--check", check, "--target", spec, "--json", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [check["verdict"] for check in report["checks"]] == ["pass", "pass"]
+
+
+def test_a_project_of_a_conda_environment_is_checked_from_a_python_without_torch(tmp_path):
+    """`python3` first in PATH has no torch; the active environment, no .venv, has it."""
+    conda = tmp_path / "miniforge" / "envs" / "vision"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(conda)], check=True)
+    (conda / "conda-meta").mkdir()
+    (conda / "conda-meta" / "history").touch()
+    (site,) = conda.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    bare = tmp_path / "usr"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    work = tmp_path / "work"
+    shutil.copytree(processes.TARGETS, work / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (work / "src" / "__init__.py").unlink()
+    words = ["--check", f"{processes.EXAMPLE_CHECK}:check_gradients"]
+    words += ["--target", "src/lightning_project.py:make", "--json"]
+    done = subprocess.run(
+        ["/usr/bin/env", "python3", str(processes.CUSTOM_CHECK), *words],
+        cwd=work,
+        env=processes.environment(
+            PATH=f"{bare / 'bin'}:{os.environ['PATH']}",
+            CONDA_PREFIX=str(conda),
+            CONDA_DEFAULT_ENV="vision",
+        ),
+        capture_output=True,
+        text=True,
+        timeout=processes.TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python: going on with {conda / 'bin' / 'python'}" in done.stderr
+    assert f"python: {conda / 'bin' / 'python'}, torch" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "pass" and report["numbers"]["parameters"] == 95
+
+
+def test_a_module_that_the_python_lacks_is_named_with_the_flag_to_set(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"No module named 'jaxx'; set --python to the python that"
+    ):
+        load_text(tmp_path, "import jaxx")
+
+
+def test_a_stepped_scheduler_is_put_back(tmp_path):
+    target = load(LOOP, tmp_path)
+    before = copy.deepcopy(target.scheduler.state_dict())
+    rate = target.optimizer.param_groups[0]["lr"]
+    with preserved(target):
+        target.optimizer.step()
+        for _ in range(5):
+            target.scheduler.step()
+        assert target.optimizer.param_groups[0]["lr"] != rate
+    assert target.scheduler.state_dict() == before
+    assert target.optimizer.param_groups[0]["lr"] == rate

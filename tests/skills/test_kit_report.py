@@ -373,7 +373,7 @@ def test_the_example_passes_on_a_clean_model_and_fails_on_a_detached_one(tmp_pat
 def test_the_blocks_of_the_reference_run_as_they_stand(tmp_path):
     page = processes.EXAMPLE_CHECK.with_name("targets-and-checks.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in blocks] == ["target.py", "padding_check.py"]
+    assert [n for n, _ in blocks] == ["target.py", "padding_check.py", "start_of_seeds.py"]
     for name, source in blocks:
         (tmp_path / name).write_text(source, encoding="utf-8")
     done = processes.run(
@@ -381,6 +381,12 @@ def test_the_blocks_of_the_reference_run_as_they_stand(tmp_path):
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    done = processes.run(
+        CUSTOM_CHECK, "--check", "start_of_seeds.py:check_start", "--target", "target.py:build",
+        "--out", "seeds", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0 and "pass     start-of-seeds" in done.stdout, done.stderr
+    assert (tmp_path / "seeds" / "start-of-seeds.png").stat().st_size > 5000
     source = (tmp_path / "target.py").read_text()
     broken = source.replace('batch["labels"].flatten()', 'batch["labels"].flatten().clamp(min=0)')
     assert broken != source

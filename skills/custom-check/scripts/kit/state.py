@@ -1,9 +1,10 @@
 """Put back, bit for bit, whatever a check changes.
 
 Kept: modules with their attributes, hooks and train/eval modes, parameters, buffers,
-requires_grad, gradients, optimizer state and groups, generators (python, numpy, torch CPU, CUDA
-and MPS, those of a DataLoader), the loader's position, a project's counters and loss scale. Copies
-lie in host memory, so that they do not disturb the memory figures of an accelerator.
+requires_grad, gradients, optimizer state and groups, the scheduler, generators (python, numpy,
+torch CPU, CUDA and MPS, those of a DataLoader), the loader's position, a project's counters and
+loss scale. Copies lie in host memory, so that they do not disturb the memory figures of an
+accelerator.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def preserved(target: Target) -> Iterator[Target]:
         *([_keep_modules(target.loss_fn)] if _is_module(target.loss_fn) else []),
         *([_keep_optimizer(target.optimizer)] if target.optimizer is not None else []),
         *([_keep_counters(target.runtime)] if target.runtime is not None else []),
+        *([_keep_scheduler(target.scheduler)] if target.scheduler is not None else []),
         _keep_loader(target),
         _keep_generators(),
     ]
@@ -161,6 +163,14 @@ def _keep_optimizer(optimizer: Any) -> Callable[[], None]:
         optimizer.state.update({parameter: again() for parameter, again in states.items()})
 
     return restore
+
+
+def _keep_scheduler(scheduler: Any) -> Callable[[], None]:
+    """Keep what a scheduler counts; the rates are the optimizer's."""
+    if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
+        return lambda: None
+    kept = copy.deepcopy(scheduler.state_dict())
+    return lambda: scheduler.load_state_dict(copy.deepcopy(kept))
 
 
 def _keep_counters(runtime: Any) -> Callable[[], None]:

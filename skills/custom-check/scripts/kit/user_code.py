@@ -129,6 +129,8 @@ def user_code(what: str, allowed: str = "") -> Iterator[None]:
         text = "; ".join(map(str, problems)) if isinstance(problems, list) else str(error)
         if isinstance(error, SystemExit):
             text = f"{text} (guard script code by if __name__ == '__main__')"
+        if isinstance(error, ModuleNotFoundError) and not allowed:
+            allowed = f"set --python to the python that has it; this is {sys.executable}"
         lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
         raise UsageError(
             f"{what} raised {type(error).__name__}: {lines[0]}", allowed, where=_last_frame(error)
