@@ -176,7 +176,8 @@ def check_encodings(rows: Rows) -> Finding:
         if column.levels is not None or np.isnan(values).any() or not _repeats(values) or whole:
             continue
         itself = np.unique(values, return_inverse=True)[1]
-        for by, number in [("", itself), *groups]:
+        others = [group for group in groups if group[0] != f" by {column.name}"]
+        for by, number in [("", itself), *others]:
             for k in range(targets.shape[1]):
                 share = _encoded(values, number, targets[:, k], judged=rows.test)
                 train = 0.0

@@ -21,14 +21,14 @@ LEAST_WORDS = 8
 CLASSES = ((8, 2), (30, 3), (60, 5), (160, 13))
 """From so many words on, n-grams of so many: one changed word leaves the index above .8."""
 SLACK = 0.75
-"""Texts this near to the next class are compared in both: a pair is never told apart by it."""
+"""Training texts this near to a class are compared with its held-out texts too."""
 EVAL_GRAM = 13
 COMMON_IN_TRAIN = 10
 TEMPLATE_SHARE, TEMPLATE_TEXTS = 0.1, 5
 """An n-gram in this share of the held-out texts, and in so many, is a form, not content."""
 WHOLE_COVER, RARE_COVER = 0.9, 0.5
 """Share of a text's words in n-grams of the training text: all, and rare ones alone."""
-CANDIDATES_PER_BAND = 8
+TEXTS_OF_BAND, TRIES = 8, 500
 FILTER_BITS = 24
 
 
@@ -81,11 +81,14 @@ def hold_out(name: str, documents: Iterable[Document]) -> HeldOut:
     return HeldOut(name, [document.place for document in kept], texts, words_of(texts))
 
 
-def classes_of(counts: Any) -> list[tuple[int, Any]]:
-    """Give for each class the size of its n-grams and the texts in it or near it."""
+def classes_of(counts: Any, *, slack: float) -> list[tuple[int, Any]]:
+    """Give for each class the size of its n-grams and the texts in it, or this near to it.
+
+    A held-out text is in one class (slack 1), a training text also in those of texts near its size.
+    """
     tops = [begin for begin, _ in CLASSES[1:]] + [np.inf]
     return [
-        (size, np.flatnonzero((counts >= max(LEAST_WORDS, SLACK * low)) & (counts < top / SLACK)))
+        (size, np.flatnonzero((counts >= slack * low) & (counts < top / slack)))
         for (low, size), top in zip(CLASSES, tops, strict=True)
     ]
 
@@ -97,6 +100,7 @@ class _NearIndex:
         self.held, self.size = held, size
         values, owners = grams(held.words, size, texts)
         self.members, keys = band_keys(values, owners)
+        self.tried = np.zeros(len(held.places), np.int64)
         self.sets = {
             int(text): np.unique(part)
             for text, part in zip(
@@ -113,38 +117,46 @@ class _NearIndex:
             return
         values, owners = grams(words, self.size, texts)
         trained, keys = band_keys(values, owners)
-        flat = keys.reshape(-1)
-        low = np.searchsorted(self.keys, flat, side="left")
-        high = np.searchsorted(self.keys, flat, side="right")
-        hits = np.flatnonzero(high > low)
-        pairs = {
-            (int(trained[hit // keys.shape[1]]), int(self.owners[at]))
-            for hit in hits.tolist()
-            for at in range(low[hit], min(high[hit], low[hit] + CANDIDATES_PER_BAND))
-        }
-        pairs |= self._rest(hits, low, high, trained, keys.shape[1])
-        bounds = np.searchsorted(owners, [[a, a + 1] for a, _ in sorted(pairs)]).tolist()
-        for (text, own), (begin, end) in zip(sorted(pairs), bounds, strict=True):
-            if self.held.jaccard[own] == 1.0:
+        pairs = self._pairs(trained, keys)
+        bounds = np.searchsorted(owners, [[text, text + 1] for text, _ in pairs]).tolist()
+        for (text, own), (begin, end) in zip(pairs, bounds, strict=True):
+            if self.held.jaccard[own] >= NEAR_JACCARD:
                 continue
             theirs, ours = np.unique(values[begin:end]), self.sets[own]
             shared = len(np.intersect1d(theirs, ours, assume_unique=True))
             index = shared / (len(theirs) + len(ours) - shared)
+            self.tried[own] += 1
             if index > self.held.jaccard[own]:
                 self.held.jaccard[own] = index
                 if index >= NEAR_JACCARD and not self.held.copied[own]:
                     self.held.source[own] = places[text]
 
-    def _rest(self, hits: Any, low: Any, high: Any, trained: Any, bands: int) -> set:
-        """Pair what a crowded band left out: each held-out text with one training text of it."""
-        crowded = [h for h in hits.tolist() if high[h] - low[h] > CANDIDATES_PER_BAND]
-        first = {int(low[hit]): hit for hit in reversed(crowded)}
-        return {
-            (int(trained[hit // bands]), int(self.owners[at]))
-            for hit in first.values()
-            for at in range(low[hit], high[hit])
-            if self.held.jaccard[self.owners[at]] < NEAR_JACCARD
-        }
+    def _pairs(self, trained: Any, keys: Any) -> list[tuple[int, int]]:
+        """Pair training texts with the held-out texts that share a band and have no twin yet.
+
+        Of a crowded band some training texts are taken, others in each band; a held-out text that
+        was compared TRIES times in vain is left alone.
+        """
+        open_ones = (self.held.jaccard < NEAR_JACCARD) & (self.tried < TRIES)
+        flat = keys.reshape(-1)
+        low = np.searchsorted(self.keys, flat, side="left")
+        high = np.searchsorted(self.keys, flat, side="right")
+        hits = np.flatnonzero(high > low)
+        sharing: dict[int, list[int]] = {}
+        for hit in hits.tolist():
+            sharing.setdefault(int(low[hit]), []).append(hit)
+        pairs: set[tuple[int, int]] = set()
+        for begin, found in sharing.items():
+            band = found[0] % keys.shape[1]
+            turned = np.roll(found, -band * TEXTS_OF_BAND)[:TEXTS_OF_BAND]
+            owners = self.owners[begin : high[found[0]]]
+            owners = owners[open_ones[owners]]
+            pairs |= {
+                (int(trained[hit // keys.shape[1]]), own)
+                for hit in turned.tolist()
+                for own in owners.tolist()
+            }
+        return sorted(pairs)
 
 
 class _GramIndex:
@@ -183,7 +195,7 @@ class Overlap:
         self._near = [
             _NearIndex(held, size, texts)
             for held in sets
-            for size, texts in classes_of(held.words.counts)
+            for size, texts in classes_of(held.words.counts, slack=1.0)
         ]
         self._grams = [(held, index) for held in sets for index in self._gram_indexes(held)]
 
@@ -208,7 +220,7 @@ class Overlap:
             at = order[np.minimum(at, len(order) - 1)]
             for text in np.flatnonzero((words.keys[at] == held.words.keys) & ~held.copied).tolist():
                 held.copied[text], held.source[text] = True, places[at[text]]
-        members = dict(classes_of(words.counts))
+        members = dict(classes_of(words.counts, slack=SLACK))
         for index in self._near:
             index.compare(words, members[index.size], places)
         for _, index in self._grams:
