@@ -39,6 +39,8 @@ def check_batch_mismatch(evidence: Evidence, limit: Any) -> Finding:
                 with evidence.mode(True), evidence.user():
                     seen = observation.observe(evidence.target, batch)
                     loss = seen.loss
+                    if number == 0 and loss.requires_grad and loss.numel() == 1:
+                        evidence.gradients(batch)
         except UserError as error:
             if error.id != "batch-mismatch":
                 return skipped(f"batch {number} raises {error}; see {error.id}")
@@ -403,9 +405,10 @@ def check_dead_outputs(evidence: Evidence, limit: float) -> Finding:
     plain = evidence.outputs(evidence.batches[0])
     if not plain:
         return skipped("the model returns no floating-point tensor")
-    if _moves(evidence, limit) > limit:
-        return passed("the outputs follow the inputs", _moves(evidence, limit))
-    change = evidence.warmed(lambda: _moves(evidence, limit))
+    change = _moves(evidence)
+    if change > limit:
+        return passed("the outputs follow the inputs", change)
+    change = evidence.warmed(lambda: _moves(evidence))
     if change > limit:
         return passed("zero at the start, follows the inputs after a few steps", change)
     return failed(
@@ -416,7 +419,7 @@ def check_dead_outputs(evidence: Evidence, limit: float) -> Finding:
     )
 
 
-def _moves(evidence: Evidence, limit: float) -> float:
+def _moves(evidence: Evidence) -> float:
     """Relative change of the outputs when the examples' inputs are exchanged."""
     from evidence import relative_change
 

@@ -56,7 +56,7 @@ THRESHOLDS = {
     "example-leakage": 1e-6,  # largest gradient by another example over the example's own
     "future-leakage": 1e-4,  # gradient by a later token over the score's largest
     "label-shift": 0.8,  # share of the labels that are the next token
-    "missing-zero-grad": 0.01,  # difference to a fresh gradient, of its size
+    "missing-zero-grad": 1e-6,  # difference to a fresh gradient, of its size
     "train-eval-mode": 1e-6,  # change of the outputs in evaluation mode by other random numbers
     "schedule-values": 0.02,  # share of the last steps that have a learning rate of 0
     "loss-scale": 1.5,  # loss of a doubled batch over that of the batch

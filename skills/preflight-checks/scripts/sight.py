@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence import CannotJudge, Evidence
+from evidence import CannotJudge, Evidence, UserError
 
 from kit import observation
 from kit.batch_tree import leaves, replaced
@@ -28,7 +28,10 @@ class Sight:
         tensors = [tensor for _, tensor, _ in self.inputs]
         if not score.requires_grad:
             return [torch.zeros_like(t) for t in tensors]
-        found = torch.autograd.grad(score, tensors, retain_graph=True, allow_unused=True)
+        try:
+            found = torch.autograd.grad(score, tensors, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise UserError(error) from error
         return [
             torch.zeros_like(t) if g is None else g for g, t in zip(found, tensors, strict=True)
         ]
