@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import importlib.util
 import os
 import re
@@ -80,8 +81,9 @@ def schema(root: Path) -> dict[str, str]:
     tree = ast.parse((package / "config.py").read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     bounded = {}  # Count = Annotated[int, ...] stands for int here
-    bounds = ast.parse((package / "bounds.py").read_text(encoding="utf-8"))
-    for node in [*tree.body, *bounds.body]:
+    bounds = [package / "bounds.py"] if (package / "bounds.py").is_file() else []
+    bodies = [ast.parse(path.read_text(encoding="utf-8")).body for path in bounds]
+    for node in itertools.chain(tree.body, *bodies):
         match node:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
