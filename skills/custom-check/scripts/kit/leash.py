@@ -1,4 +1,4 @@
-"""Run a command and end it when whoever started this goes away: `python leash.py CODE... < pipe`.
+"""Run a command and end it when whoever started this goes away: `leash.py WORD ... < pipe`.
 
 Standard input is a pipe that nobody writes to. It closes when the runner asks for an end or is
 itself killed, by whatever signal; then the command and what it started get SIGTERM, and SIGKILL
@@ -20,6 +20,9 @@ GRACE_SECONDS = 5.0
 
 def main(command: Sequence[str]) -> int:
     """Start, watch, end."""
+    if list(command) in ([], ["--help"]):
+        print(__doc__)
+        return 0
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     except OSError as error:
