@@ -289,3 +289,19 @@ def relative_change(before: list[Any], after: list[Any]) -> float:
         scale = float(finite.double().square().mean().sqrt()) if finite.numel() else 0.0
         worst = max(worst, float(gap) / max(scale, 1e-30))
     return worst
+
+
+def eval_noise(evidence: Evidence) -> float:
+    """Change of the outputs in evaluation mode under other random numbers."""
+    return evidence.once("eval noise", lambda: _eval_noise(evidence))
+
+
+def _eval_noise(evidence: Evidence) -> float:
+    outputs = []
+    for seed in (SEED, SEED + 1):
+        with evidence.mode(False), evidence.user(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seed_everything(seed)
+            seen = observation.observe(evidence.target, evidence.batches[0])
+            outputs.append([t.detach() for t in seen.scores])
+    return relative_change(*outputs) if outputs[0] else 0.0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from evidence import MORE_BATCHES, Evidence, Finding, failed, passed, skipped
+from loop_run import cycled, drive, kept
 
 from kit.fix import fix_in
-from kit.state import preserved
 
 NEGLIGIBLE = 1e-6
 """Share of the largest gradient below which one is rounding noise, as of a bias before a norm."""
+SHAKEN = 48
+"""Passes with random choices, so that every expert is chosen once."""
 CHOOSERS = {"topk", "argmax", "sort", "argsort", "multinomial", "gumbel_softmax", "one_hot"}
 
 
@@ -94,15 +97,19 @@ def check_unused_parameters(evidence: Evidence, limit: Any) -> Finding:
     reached = _reached_when_shaken(evidence, experts) if experts else set()
     unused = [n for n in absent if n not in reached]
     sometimes = [
-        n for n in evidence.trainable
-        if any(found[n] is None for found in evidence.first_gradients) and n not in unused
-    ]  # fmt: skip
-    if unused:
-        shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+        n
+        for n in evidence.trainable
+        if n not in absent and any(found[n] is None for found in evidence.first_gradients)
+    ]
+    by_batch = [n for n in sometimes if n not in _experts(evidence)]
+    if unused or by_batch:
+        first = (unused or by_batch)[0]
+        when = "take no part in the loss" if unused else "take part in some batches only"
         return failed(
-            f"{len(unused)} trainable tensors take no part in the loss: {shown}; DDP would raise",
-            len(unused),
-            place_of(evidence, unused[0]),
+            f"{len(unused or by_batch)} trainable tensors {when}, e.g. {first}: DDP would raise or "
+            "wait for ever",
+            len(unused or by_batch),
+            place_of(evidence, first),
         )
     note = f"; {len(sometimes)} not in every batch: DDP needs find_unused_parameters=True"
     return passed("all take part" + (note if sometimes else ""), 0)
@@ -185,10 +192,11 @@ def _reached_when_shaken(evidence: Evidence, names: list[str]) -> set[str]:
     reached: set[str] = set()
     parameters = [evidence.trainable[name] for name in names]
     batches = evidence.first(MORE_BATCHES)
-    for number, batch in enumerate([*batches, *evidence.batches]):
-        shake = number >= len(batches)
+    shaken = itertools.islice(itertools.cycle(batches), SHAKEN)
+    for number, batch in enumerate([*batches, *shaken]):
         with evidence.mode(True), evidence.user():
-            with watching(lambda name: None, shake=shake):
+            evidence.torch.manual_seed(number)
+            with watching(lambda name: None, shake=number >= len(batches)):
                 loss = evidence.target.loss_fn(evidence.target.model, batch)
             found = evidence.torch.autograd.grad(loss, parameters, allow_unused=True)
         reached |= {n for n, g in zip(names, found, strict=True) if g is not None and bool(g.any())}
@@ -335,7 +343,7 @@ def check_parameters_still(evidence: Evidence, limit: float) -> Finding:
         trained = [p for p in evidence.trainable.values() if gradients]
         message = f"none of {len(trained)} trainable tensors is moved by the optimizer"
         return failed(message, 0.0, optimizer_place(evidence, "give it the model's parameters"))
-    with preserved(target), evidence.user(), _learning_rate(target):
+    with kept(target), evidence.user(), _learning_rate(target):
         if all(group["lr"] == 0 for group in target.optimizer.param_groups):
             return failed("the learning rate of every group is 0", 0.0,
                           optimizer_place(evidence, "set a learning rate above 0"))  # fmt: skip
@@ -372,10 +380,11 @@ def rms(tensor: Any) -> float:
 
 
 def _one_step(evidence: Evidence) -> None:
+    """Take the step of the real loop, else a plain one."""
     target = evidence.target
     target.model.train()
-    if target.runtime is not None:
-        evidence.step(None)  # type: ignore[misc]
+    if evidence.step is not None:
+        drive(evidence, cycled(evidence))
         return
 
     def closure() -> Any:
@@ -388,7 +397,7 @@ def _one_step(evidence: Evidence) -> None:
 
 
 def check_weight_decay_groups(evidence: Evidence, limit: Any) -> Finding:
-    """A note on weight decay of norms, biases and embeddings; never a failure."""
+    """A note on weight decay of norms, biases and embeddings; fails when only those decay."""
     if evidence.target.optimizer is None:
         return skipped("no optimizer was given")
     decayed = {id(p) for g in evidence.target.optimizer.param_groups
@@ -403,6 +412,14 @@ def check_weight_decay_groups(evidence: Evidence, limit: Any) -> Finding:
              if id(p) in decayed and (p.dim() < 2 or id(p) in embeddings)]  # fmt: skip
     if not named:
         return passed("weight decay on matrices alone", 0)
+    matrices = [p for p in evidence.trainable.values() if p.dim() > 1 and id(p) not in embeddings]
+    if matrices and not any(id(p) in decayed for p in matrices):
+        return failed(
+            f"weight decay shrinks {len(named)} norms, biases or embeddings and no matrix: the "
+            "groups are swapped",
+            len(named),
+            optimizer_place(evidence, "give the weight decay to the group of the matrices"),
+        )
     shown = ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
     return passed(
         f"note: weight decay also shrinks {len(named)} norms, biases or embeddings: {shown}",

@@ -13,6 +13,7 @@ from evidence import (
     CannotJudge,
     Evidence,
     Finding,
+    eval_noise,
     failed,
     passed,
     relative_change,
@@ -45,8 +46,6 @@ def check_example_leakage(evidence: Evidence, limit: float) -> Finding:
     normed = normalises_over_the_batch(evidence)
     if eval_leak <= limit and normed:
         return passed(f"batch normalisation mixes examples in training only ({normed})", eval_leak)
-    if normed == "without running statistics":
-        return passed("batch normalisation without running statistics mixes examples", eval_leak)
     mode = "also in evaluation mode" if eval_leak > limit else "in training mode"
     text = "look for reductions, softmax, reshape or attention over the batch dim"
     return failed(
@@ -69,7 +68,7 @@ def normalises_over_the_batch(evidence: Evidence) -> str | None:
 
     for name, module in evidence.target.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return name if module.track_running_stats else "without running statistics"
+            return name
         if any("running" in buffer for buffer, _ in module.named_buffers(recurse=False)):
             return name
     return None
@@ -80,8 +79,15 @@ def _worst_leak(evidence: Evidence, *, training: bool) -> tuple[float, str]:
     found = seeing.look(evidence, training=training)
     seeing.needs_inputs(found)
     size = evidence.size
+    ambiguous = any(tuple(t.shape[:2]) == (size, size) for _, t, _ in found.inputs)
+    leaks = [_leak_along(evidence, found, prefer) for prefer in ((0, 1) if ambiguous else (0,))]
+    return min(leaks)  # as many time steps as examples: the dim that keeps them apart counts them
+
+
+def _leak_along(evidence: Evidence, found: seeing.Sight, prefer: int) -> tuple[float, str]:
+    size = evidence.size
     inputs = [
-        (number, seeing.batch_dim(tensor, size))
+        (number, seeing.batch_dim(tensor, size, prefer))
         for number, (_, tensor, _) in enumerate(found.inputs)
     ]
     dims = {number: dim for number, dim in inputs if dim is not None}
@@ -416,10 +422,9 @@ def check_batch_size_dependence(evidence: Evidence, limit: float) -> Finding:
         return skipped(f"no output has a dim of {size} examples")
     half = any(t.element_size() < 4 for t in whole)
     limit = limit * 500 if half else limit
-    again = relative_change(whole, evidence.outputs(batch))
-    if again > limit:
-        return skipped(f"the outputs are random in evaluation mode ({again:.2g}); see "
-                       "train-eval-mode")  # fmt: skip
+    change = eval_noise(evidence)
+    if change > limit:
+        return skipped(f"the outputs are random in evaluation mode ({change:.2g})")
     worst = 0.0
     for example in sorted({0, size - 1}):
         alone = evidence.probe(_cut(batch, size, example), "a batch of one example")
@@ -438,8 +443,6 @@ def check_batch_size_dependence(evidence: Evidence, limit: float) -> Finding:
 def _explained(evidence: Evidence, worst: float) -> Finding:
     from gradient_checks import routed_parameters
 
-    if normalises_over_the_batch(evidence) == "without running statistics":
-        return passed("batch normalisation without running statistics", worst)
     if routed_parameters(evidence):
         return passed("note: routing depends on the other tokens of a batch (capacity?)", worst)
     text = "look for statistics over the batch, shapes taken from it, or padding that counts"

@@ -8,13 +8,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence import SEED, CannotJudge, Evidence, Finding, failed, passed, relative_change, skipped
+from evidence import CannotJudge, Evidence, Finding, eval_noise, failed, passed, skipped
 from loop_run import cycled, drive, kept
 
-from kit import observation
 from kit.fix import caller_line, fix_at, fix_in
-from kit.state import undisturbed
-from kit.target import seed_everything
 
 EVALUATED_BATCHES = 64
 DROPOUTS = {
@@ -42,8 +39,8 @@ def check_train_eval_mode(evidence: Evidence, limit: float) -> Finding:
     trained = _trained_in_eval(evidence, switched)
     if trained is not None:
         return trained
-    change = _eval_noise(evidence)
-    if change is not None and change > limit:
+    change = eval_noise(evidence)
+    if change > limit:
         note = "outputs are random in evaluation mode too, by the model's own draws"
         return passed(f"note: {note}", change)
     if not switched:
@@ -82,11 +79,10 @@ def _trained_in_eval(evidence: Evidence, switched: list[str]) -> Finding | None:
                 place = target.train_step or sys.modules["curry_train.evaluate"].evaluate
                 return failed(f"the training step runs the model in evaluation mode{when}",
                               "eval", fix_in(place, text))  # fmt: skip
-        return None
-    seen = evaluated(evidence)
-    if seen is not None and seen.modes and all(seen.modes) and switched:
-        return failed("the evaluation runs the model in training mode", "train",
-                      fix_in(target.evaluate, "call model.eval() first"))  # fmt: skip
+        return _evaluated_in_training(evidence, switched)
+    told = _evaluated_in_training(evidence, switched)
+    if told is not None:
+        return told
     if evidence.handed_over_in_training or not switched or _loaded(target.model):
         return None
     return failed(
@@ -97,23 +93,19 @@ def _trained_in_eval(evidence: Evidence, switched: list[str]) -> Finding | None:
     )
 
 
+def _evaluated_in_training(evidence: Evidence, switched: list[str]) -> Finding | None:
+    seen = evaluated(evidence)
+    if seen is None or not seen.modes or not any(seen.modes) or not switched:
+        return None
+    place = evidence.target.evaluate or sys.modules["curry_train.evaluate"].evaluate
+    return failed("the evaluation runs the model in training mode", "train",
+                  fix_in(place, "call model.eval() first"))  # fmt: skip
+
+
 def _loaded(model: Any) -> bool:
     """from_pretrained hands over in evaluation mode, and loops expect that."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "_name_or_path", "") for config in configs)
-
-
-def _eval_noise(evidence: Evidence) -> float | None:
-    """Change of the outputs in evaluation mode under other random numbers."""
-    batch, target = evidence.batches[0], evidence.target
-    outputs = []
-    for seed in (SEED, SEED + 1):
-        with undisturbed(target), evidence.user(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            target.model.eval()
-            seed_everything(seed)
-            outputs.append([t.detach() for t in observation.observe(target, batch).scores])
-    return relative_change(*outputs) if outputs[0] else None
 
 
 def draws_in_evaluation(evidence: Evidence) -> tuple[str, Any] | None:

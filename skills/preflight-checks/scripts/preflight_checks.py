@@ -34,6 +34,7 @@ import gradient_checks  # noqa: E402
 import leakage_checks  # noqa: E402
 import loop_checks  # noqa: E402
 import mode_checks  # noqa: E402
+import score_checks  # noqa: E402
 from evidence import (  # noqa: E402
     CannotJudge,
     Evidence,
@@ -59,7 +60,7 @@ THRESHOLDS = {
     "missing-zero-grad": 1e-6,  # difference to a fresh gradient, of its size
     "train-eval-mode": 1e-6,  # change of the outputs in evaluation mode by other random numbers
     "schedule-values": 0.02,  # share of the last steps that have a learning rate of 0
-    "loss-scale": 1.5,  # loss of a doubled batch over that of the batch
+    "loss-scale": 1.8,  # loss of a doubled batch over that of the batch
     "accumulation-mean-of-means": 1e-5,  # difference of gradients, of their size
     "checkpoint-round-trip": 1e-6,  # relative difference of the next losses
     "not-repeatable": 1e-6,  # relative difference of the first losses
@@ -70,9 +71,9 @@ CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
     ("labels-out-of-range", batch_checks.check_labels_out_of_range),
     ("tokens-out-of-range", batch_checks.check_tokens_out_of_range),
     ("non-finite", batch_checks.check_non_finite),
-    ("double-softmax", batch_checks.check_double_softmax),
-    ("missing-log-softmax", batch_checks.check_missing_log_softmax),
-    ("dead-outputs", batch_checks.check_dead_outputs),
+    ("double-softmax", score_checks.check_double_softmax),
+    ("missing-log-softmax", score_checks.check_missing_log_softmax),
+    ("dead-outputs", score_checks.check_dead_outputs),
     ("no-gradient", gradient_checks.check_no_gradient),
     ("unused-parameters", gradient_checks.check_unused_parameters),
     ("optimizer-parameters", gradient_checks.check_optimizer_parameters),

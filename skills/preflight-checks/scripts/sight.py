@@ -121,9 +121,10 @@ def projected(values: Any) -> Any:
     return (flat[finite] * weights[finite]).sum()
 
 
-def batch_dim(tensor: Any, size: int) -> int | None:
-    """Say which dim of a tensor counts examples, None when none has their number."""
-    for dim in range(min(tensor.dim(), 2)):
+def batch_dim(tensor: Any, size: int, prefer: int = 0) -> int | None:
+    """Say which of the first two dims counts examples, None when none has their number."""
+    order = (0, 1) if prefer == 0 else (1, 0)
+    for dim in (d for d in order if d < tensor.dim()):
         if tensor.shape[dim] == size:
             return dim
     return None
