@@ -25,6 +25,7 @@ GIVEN_SHAPE |= {"unflatten", "broadcast_to", "expand_as", "meshgrid", "permute",
 CHOICES = {"topk", "argmax", "sort", "argsort", "multinomial", "nonzero", "one_hot", "max"}
 CHOICES |= {"gumbel_softmax", "bincount", "unique", "__bool__"}
 """What code calls that sends some rows here and some there."""
+LOOKUPS = {"embedding", "__getitem__", "index_select", "gather", "embedding_bag"}
 MOVES = {"view", "reshape", "_unsafe_view"}
 
 
@@ -110,13 +111,9 @@ def _from_origin(found: Trace, last: Op, what: str) -> Finding:
     if mask is not None:
         message = f"{what} is {kind}; NaN begins at {place(begun)}, which got infinities"
         filled = found.tape.ops[mask.origin] if isinstance(mask.origin, int) else mask
-        message += f" written at {place(filled)}{_line(filled)}: a row may be masked as a whole"
+        message += f" written at {place(filled)}{line_of(filled)}: a row may be masked as a whole"
     todo = f"{begun.name} makes {value} here: guard what it gets (mask, clamp, add eps)"
     return Finding("trace-nonfinite", message, begun.where, todo, begun.path or "loss")
-
-
-def _line(op: Op) -> str:
-    return f" ({op.where[0].rpartition('/')[2]}:{op.where[1]})" if op.where else ""
 
 
 def trained_names(target: Target) -> set[str]:
@@ -146,7 +143,7 @@ def without_gradient(found: Trace, missing: set[str]) -> tuple[list[Finding], di
             unused[name] = f"what {place(last)} makes of it does not reach the loss"
         else:
             owner = name.rpartition(".")[0]
-            called = any(call.path == owner for call in found.calls)
+            called = not owner or any(call.path == owner for call in found.calls)
             unused[name] = "is read by no operation" if called else "its module is never called"
     return [_cut_finding(found, number, names) for number, names in cuts.items()], unused
 
@@ -223,15 +220,20 @@ def not_chosen(found: Trace, name: str) -> bool:
     return False
 
 
-def place_of(target: Target, name: str) -> tuple[str, int] | None:
-    """Return the line of the module's class that names a parameter or the module that holds it."""
+def place_of(target: Target, found: Trace, name: str) -> tuple[str, int] | None:
+    """Return the line that should use a parameter: in the forward of the innermost module that was
+    called above it, else where that module makes it."""
+    called = {call.path for call in found.calls} | {""}
     path = name.split(".")
-    for cut in range(len(path) - 1, -1, -1):
-        owner = target.model.get_submodule(".".join(path[:cut]))
-        if type(owner).__module__.startswith("torch.nn"):
+    above = [at for at in range(len(path)) if ".".join(path[:at]) in called]
+    for at in reversed(above):
+        owner = type(target.model.get_submodule(".".join(path[:at])))
+        if owner.__module__.startswith("torch."):
             continue
-        found = fix_in(type(owner), "", rf"self\.{path[cut]}\b")
-        return (found["file"], found["line"]) if found else None
+        for place in (owner.forward, owner):
+            line = fix_in(place, "", rf"self\.{path[at]}\b")
+            if line:
+                return line["file"], line["line"]
     return None
 
 
@@ -250,19 +252,42 @@ def loss_without_graph(found: Trace) -> Finding:
     return Finding("trace-detached", message, cut.where, found_cut.todo, cut.path or "loss")
 
 
-def stop_gradients(found: Trace) -> list[str]:
-    """Name detached values that reach the loss while all parameters still get gradients."""
+def stop_gradients(found: Trace) -> list[Op]:
+    """Return the detach and .data on the way to the loss."""
     behind = found.tape.behind(found.loss_op) if found.loss_op is not None else set()
-    cuts = [
+    return [
         op
         for op in found.tape.ops
         if op.index in behind
         and op.wanted_grad
         and not op.gives_grad
-        and op.made
         and op.name in ("detach", "data")
     ]
-    return [f"stop-gradient: {place(op)}{_line(op)} on the way to the loss" for op in cuts]
+
+
+def rows_without_gradient(target: Target, found: Trace) -> Finding | None:
+    """Name a matrix of which a whole stretch of rows gets a gradient of exactly 0 behind a
+    stop-gradient: queries and keys of a fused projection, say."""
+    looked_up = {
+        source
+        for op in found.tape.ops
+        if op.name in LOOKUPS
+        for source in op.sources
+        if isinstance(source, str)
+    }
+    for op in stop_gradients(found):
+        behind = found.tape.behind(op.index) - looked_up
+        for name, (first, last, total) in found.silent_rows.items():
+            if f"parameter {name}" in behind and last - first >= total / 4:
+                message = f"{place(op)} cuts the graph: the gradient of rows {first} to {last - 1}"
+                message += f" of {total} of {name} is exactly 0"
+                todo = f"remove .{op.name} from the way to the loss"
+                return Finding("trace-detached", message, op.where, todo, op.path or "loss")
+    return None
+
+
+def line_of(op: Op) -> str:
+    return f" ({op.where[0].rpartition('/')[2]}:{op.where[1]})" if op.where else ""
 
 
 def dtypes(target: Target, found: Trace) -> Iterator[Finding]:
@@ -276,6 +301,12 @@ def dtypes(target: Target, found: Trace) -> Iterator[Finding]:
         first = min(wide, key=lambda call: call.last_op)
         inside = found.tape.ops[first.first_op : first.last_op]
         op = next((op for op in inside if op.dtypes[1] == "float64"), None)
+        while op is not None:
+            before = [found.tape.ops[s] for s in op.sources if isinstance(s, int)]
+            wider = next((b for b in before if b.dtypes[1] == "float64"), None)
+            if wider is None:
+                break
+            op = wider
         message = f"{first.path} returns float64, its parameters are {held.most_common(1)[0][0]}"
         todo = "a float64 came in here: give NumPy and Python values the tensor's dtype"
         if op is not None:
@@ -296,6 +327,14 @@ def _stream(target: Target, found: Trace) -> Iterator[Finding]:
             rows[parent, call.kind].append(call)
     for calls in rows.values():
         kinds = [next((m.dtype for m in call.inputs if "float" in m.dtype), "") for call in calls]
+        asked = str(getattr(target.model, "compute_dtype", "")).removeprefix("torch.")
+        if target.kind == "project" and asked in HALVES and kinds[0] == "float32":
+            before = found.tape.ops[: calls[0].first_op]
+            last = next((op for op in reversed(before) if op.dtypes[1] == "float32"), None)
+            message = f"{calls[0].path} gets float32, the model computes in {asked}"
+            todo = "cast the stream: .to(self.compute_dtype)"
+            yield Finding("trace-dtype", message, last.where if last else None, todo, "float32")
+            return
         if kinds[0] not in HALVES or len(calls) < 2:
             continue
         changed = next((i for i, kind in enumerate(kinds) if kind == "float32"), None)

@@ -156,7 +156,9 @@ def finite_and_whole(
     made += cut
     idle = [name for name in unused if findings.not_chosen(found, name)]
     if idle:
-        report.evidence.append(f"{idle[0]} and {len(idle) - 1} more: nothing was sent there in this batch")
+        report.evidence.append(
+            f"{idle[0]} and {len(idle) - 1} more: nothing was sent there in this batch"
+        )
     unused = {name: why for name, why in unused.items() if name not in idle}
     if unused:
         unused = in_later_batches(target, unused, number, report)
@@ -164,11 +166,15 @@ def finite_and_whole(
         name, why = next(iter(unused.items()))
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         todo = "use it, remove it, or freeze it by requires_grad_(False)"
-        where = findings.place_of(target, name)
+        where = findings.place_of(target, found, name)
         message = f"{name}{more}: {why}"
         made.append(findings.Finding("trace-unused", message, where, todo, len(unused)))
     if not cut:
-        report.evidence += findings.stop_gradients(found)[:2]
+        rows = findings.rows_without_gradient(target, found)
+        made += [rows] if rows else []
+        stops = findings.stop_gradients(found)
+        places = dict.fromkeys(f"{findings.place(op)}{findings.line_of(op)}" for op in stops)
+        report.evidence += [f"stop-gradient: {where} on the way to the loss" for where in places]
     return made
 
 

@@ -64,6 +64,8 @@ class Trace:
     reached: set[str] = field(default_factory=set)
     """Trainable parameters that got a gradient."""
     bad_gradients: list[str] = field(default_factory=list)
+    silent_rows: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Matrix -> (first, last + 1, rows): its longest stretch of rows with a gradient of 0."""
     bad_node: tuple[str, int | None] | None = None
     """First node of backward whose gradient is not finite: its name and its op."""
     autocast: bool = False
@@ -113,8 +115,22 @@ def _back(found: Trace, model: Any) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and parameter.grad is not None:
             found.reached.add(name)
-            if worst(_local(parameter.grad)):
+            gradient = _local(parameter.grad)
+            if worst(gradient):
                 found.bad_gradients.append(name)
+            elif gradient.dim() == 2 and gradient.layout == sys.modules["torch"].strided:
+                found.silent_rows[name] = _longest_silence(gradient)
+
+
+def _longest_silence(gradient: Any) -> tuple[int, int, int]:
+    best, start = (0, 0), None
+    silent = (gradient == 0).all(1).tolist()
+    for at, zero in enumerate([*silent, False]):
+        start = at if zero and start is None else start
+        if not zero and start is not None:
+            best = max(best, (start, at), key=lambda pair: pair[1] - pair[0])
+            start = None
+    return (*best, len(silent))
 
 
 def _local(tensor: Any) -> Any:

@@ -146,8 +146,12 @@ class Tape:
     def maker(self, tensor: Any) -> Any:
         """Return who made a tensor or wrote into it last; None when nobody knows."""
         made = self._makers.get(tensor)
-        if made is None and tensor.grad_fn is not None:
-            made = self._behind(tensor)
+        node = tensor.grad_fn
+        hidden = isinstance(made, int) and not self.ops[made].gives_grad
+        if node is not None and (made is None or hidden) and node not in self.nodes:
+            made = self._behind(
+                tensor
+            )  # what a custom function did inside, its own backward undoes
         wrote = self._writers.get(_address(tensor) or -1)
         later = wrote is not None and (not isinstance(made, int) or wrote > made)
         return wrote if later and not isinstance(made, str) else made
