@@ -329,8 +329,10 @@ def _stream(target: Target, found: Trace) -> Iterator[Finding]:
         kinds = [next((m.dtype for m in call.inputs if "float" in m.dtype), "") for call in calls]
         asked = str(getattr(target.model, "compute_dtype", "")).removeprefix("torch.")
         if target.kind == "project" and asked in HALVES and kinds[0] == "float32":
+            shape = next(m.shape for m in calls[0].inputs if "float" in m.dtype)
             before = found.tape.ops[: calls[0].first_op]
-            last = next((op for op in reversed(before) if op.dtypes[1] == "float32"), None)
+            fitting = (op for op in reversed(before) if op.made == [shape])
+            last = next((op for op in fitting if op.dtypes[1] == "float32"), None)
             message = f"{calls[0].path} gets float32, the model computes in {asked}"
             todo = "cast the stream: .to(self.compute_dtype)"
             yield Finding("trace-dtype", message, last.where if last else None, todo, "float32")

@@ -149,9 +149,7 @@ class Tape:
         node = tensor.grad_fn
         hidden = isinstance(made, int) and not self.ops[made].gives_grad
         if node is not None and (made is None or hidden) and node not in self.nodes:
-            made = self._behind(
-                tensor
-            )  # what a custom function did inside, its own backward undoes
+            made = self._behind(tensor)  # of a custom function only its own backward counts
         wrote = self._writers.get(_address(tensor) or -1)
         later = wrote is not None and (not isinstance(made, int) or wrote > made)
         return wrote if later and not isinstance(made, str) else made
@@ -189,7 +187,9 @@ class Tape:
         torch = _torch()
         op.given, op.makers = [tuple(tensor.shape) for tensor in read], sources
         op.made = [tuple(tensor.shape) for tensor in made]
-        op.wanted_grad = any(tensor.requires_grad for tensor in read)
+        shape_alone = name.endswith("_like") or name.startswith("new_")
+        op.sources = [] if shape_alone else op.sources
+        op.wanted_grad = not shape_alone and any(tensor.requires_grad for tensor in read)
         op.gives_grad = any(tensor.requires_grad for tensor in made)
         op.grad_off = not torch.is_grad_enabled()
         op.in_place = any(one is other for one in made for other in read) or name == "__setitem__"
