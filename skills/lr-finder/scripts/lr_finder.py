@@ -34,7 +34,7 @@ from kit import cli  # noqa: E402
 from kit.errors import UsageError  # noqa: E402
 from kit.report import Report  # noqa: E402
 from kit.state import preserved  # noqa: E402
-from kit.target import Target  # noqa: E402
+from kit.target import Target, seed_everything  # noqa: E402
 from kit.user_code import user_code  # noqa: E402
 
 SKILL = "lr-finder"
@@ -43,7 +43,7 @@ THRESHOLDS = {
     "rise": 2.0,  # smoothed loss over its best that ends a sweep of AdamW and its kin
     "rise-sgd": 4.0,  # the same for SGD
     "improvement": 0.01,  # share of the first loss that a sweep must gain; below it fails
-    "noise": 3.0,  # the same in standard errors of the first losses
+    "noise": 4.0,  # the same in standard errors of the smoothed losses
 }
 POINTS, LEAST_POINTS, SEEDS, LEAST_SEEDS = 300, 200, 3, 3
 RANGES = {"adam": (1e-6, 1.0), "sgd": (1e-4, 100.0)}
@@ -174,6 +174,7 @@ def find(
     with preserved(target):  # building anew draws from the generators of everybody
         for number, one in enumerate(targets(target, first_seed, seeds)):
             with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
+                reseed(target, first_seed, number)
                 stepper = lr_sweep.Stepper(one, skip=number * offset(target))
                 sweeps.append(
                     lr_sweep.sweep(
@@ -213,6 +214,7 @@ def confirm(
     for number, one in enumerate(targets(target, first_seed, seeds)):
         for run in runs:
             with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
+                reseed(target, first_seed, number)
                 stepper = lr_sweep.Stepper(one, skip=number * offset(target))
                 losses: list[float] = []
                 for _ in range(steps):
@@ -247,6 +249,12 @@ def targets(target: Target, first_seed: int, seeds: int) -> Iterator[Target]:
     for number in range(seeds):
         anew = number > 0 and target.build is not None
         yield target.rebuild(first_seed + number) if anew else target
+
+
+def reseed(target: Target, first_seed: int, number: int) -> None:
+    """Give a later seed of a target that cannot be built anew its own random numbers."""
+    if number and target.build is None:
+        seed_everything(first_seed + number)
 
 
 def offset(target: Target) -> int:

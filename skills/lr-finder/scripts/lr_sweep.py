@@ -23,11 +23,17 @@ EDGE = 5
 """Points at both ends at which a slope is an artefact of smoothing."""
 QUIET = 20
 """Losses in a row that must have fallen for a sweep of SGD to count as free of noise."""
+RISE = 1e-4
+"""Relative rise of such a loss that rounding does not explain."""
+SOLVED = 1e-12
+"""Share of the first loss below which the gradient tells more than a loss near its underflow."""
+BEGUN = 0.05
+"""Share of the whole fall at both ends that is no part of the valley: noise, or a solved task."""
 
 
 @dataclass
 class Sweep:
-    """Losses of one seed at rising rates; the loss at index i is from before the step at rates[i]."""
+    """Losses of one seed at rising rates; losses[i] is from before the step at rates[i]."""
 
     seed: int
     rates: list[float] = field(default_factory=list)
@@ -35,6 +41,8 @@ class Sweep:
     smoothed: list[float] = field(default_factory=list)
     stopped: str = "end"
     """end, rise or non-finite."""
+    stopped_at: float | None = None
+    """Rate of the step that ended the sweep."""
     diverges_at: float | None = None
     """Where the loss began to rise for good: of losses without noise the first rate whose step
     raised it, else the rate of the lowest smoothed loss; None where it did not rise."""
@@ -51,6 +59,8 @@ class Stepper:
     def __init__(self, target: Target, *, skip: int = 0) -> None:
         self.target = target
         self.shares: list[float] = []
+        self.gradient: float | None = None
+        """Squared norm of the last gradient, where it could be read."""
         if target.runtime is None:
             self.shares = group_shares(target.optimizer)
         self._batches = self._endless(skip)
@@ -81,6 +91,7 @@ class Stepper:
         loss = float(found.detach())
         if math.isfinite(loss):
             found.backward()
+            self.gradient = squared_gradient(optimizer)
             optimizer.step()
         return loss
 
@@ -94,6 +105,13 @@ class Stepper:
         runtime.config = dataclasses.replace(runtime.config, optim=optim)
         out = train_step(runtime)
         return out.loss if out.finite or out.rescaled else math.nan
+
+
+def squared_gradient(optimizer: Any) -> float:
+    """Return the squared norm of all gradients that an optimizer is about to use."""
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    dense = [g.coalesce().values() if g.layout != torch.strided else g for g in grads]
+    return float(sum(n.double().square() for n in torch._foreach_norm(dense))) if dense else 0.0
 
 
 @contextlib.contextmanager
@@ -159,7 +177,8 @@ def sweep(
     noiseless_stop: where the losses have fallen without exception, end at the first lasting rise.
     """
     run = Sweep(seed)
-    average, best, first_rise = 0.0, math.inf, None
+    average, best, quiet = 0.0, math.inf, noiseless_stop
+    gradients: list[float] = []
     for index, rate in enumerate(rates):
         loss = stepper.step(rate)
         progress()
@@ -168,31 +187,41 @@ def sweep(
             break
         run.rates.append(rate)
         run.losses.append(loss)
+        gradients.append(math.nan if stepper.gradient is None else stepper.gradient)
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         run.smoothed.append(average / (1 - SMOOTHING ** (index + 1)))
-        rose = index > 0 and loss > run.losses[index - 1]
-        if first_rise is None and rose:
-            first_rise = index
-        elif noiseless_stop and rose and first_rise == index - 1 >= QUIET:
-            run.stopped = "rise"
-            run.diverges_at = run.rates[first_rise - 1]
-            break
+        if quiet and index and _rose(run.losses, gradients):
+            quiet = False
+            if index >= QUIET:
+                run.stopped, run.diverges_at = "rise", run.rates[-2]
+                break
         if index < SETTLED * len(rates):
             continue
         if run.smoothed[-1] > best + (factor - 1) * abs(best):
             run.stopped = "rise"
             break
         best = min(best, run.smoothed[-1])
+    run.stopped_at = run.diverges_at or (run.rates[-1] if run.rates else None)
     if run.stopped != "end" and run.diverges_at is None and run.rates:
         run.diverges_at = run.rates[min(range(len(run.rates)), key=run.smoothed.__getitem__)]
     suggest(run)
     return run
 
 
+def _rose(losses: Sequence[float], gradients: Sequence[float]) -> bool:
+    """Tell whether the last loss is above the one before, or its gradient where both are near 0."""
+    signal = losses if losses[-2] > SOLVED * abs(losses[0]) else gradients
+    return signal[-1] > signal[-2] + RISE * abs(signal[-2])
+
+
 def suggest(run: Sweep) -> None:
     """Read valley and steepest descent off the smoothed losses; None where they never fall."""
     start, end = longest_fall(run.smoothed)
     if end > start:
+        fall = run.smoothed[start] - run.smoothed[end]
+        high, low = run.smoothed[start] - BEGUN * fall, run.smoothed[end] + BEGUN * fall
+        start = max(i for i in range(start, end) if run.smoothed[i] > high)
+        end = min(i for i in range(start, end + 1) if run.smoothed[i] < low)
         run.valley = run.rates[start + (end - start) // 2]
     logs = [math.log(rate) for rate in run.rates]
     slopes = {

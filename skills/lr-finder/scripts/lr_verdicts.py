@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from lr_sweep import geometric_median
+from lr_sweep import SMOOTHING, geometric_median
 
 from kit.fix import fix_in
 from kit.report import Report
@@ -35,16 +35,19 @@ def judge(report: Report, target: Target, found: Any, limits: dict[str, float]) 
         return _rest_skipped(report)
     learned = [improvement(s, limits) for s in found.sweeps]
     if not all(ok for ok, _ in learned):
+        some = any(ok for ok, _ in learned)
+        report.summary = "not every seed learns" if some else "no learning rate lowers the loss"
         worst = min(learned, key=lambda pair: pair[1])[1]
-        report.summary = "no learning rate lowers the loss"
         report.check(
             "lr-range",
-            "fail",
+            "unclear" if some else "fail",
             value=worst,
             threshold=limits["improvement"],
             unit="of the first loss",
-            message="gained at best in a sweep: this model does not learn at any rate",
-            fix=fix_in(target.loss_fn, "see the overfit-one-batch skill before a rate"),
+            message="gained at best in a sweep, too little against the noise: a larger batch"
+            if some
+            else "gained at best in a sweep: this model does not learn at any rate",
+            fix=None if some else fix_in(target.loss_fn, "see the overfit-one-batch skill first"),
         )
         return _rest_skipped(report)
     answer(report, target, found, limits)
@@ -60,7 +63,9 @@ def improvement(sweep: Any, limits: dict[str, float]) -> tuple[bool, float]:
     count = max(3, round(FIRST * len(sweep.losses)))
     first = sweep.losses[:count]
     level = statistics.fmean(first)
-    error = statistics.stdev(first) / math.sqrt(count)
+    # Of the level, and of one smoothed loss: (1 - s) / (1 + s) of a loss's own variance.
+    variance = 1 / count + (1 - SMOOTHING) / (1 + SMOOTHING)
+    error = statistics.stdev(first) * math.sqrt(variance)
     gain = level - min(sweep.smoothed[count // 2 :], default=level)
     share = gain / max(abs(level), 1e-30)
     enough = gain > limits["noise"] * error and share > limits["improvement"]
@@ -72,11 +77,9 @@ def answer(report: Report, target: Target, found: Any, limits: dict[str, float])
     valleys = [s.valley for s in found.sweeps]
     steepest = [s.steepest for s in found.sweeps if s.steepest is not None]
     middles = [geometric_median(kind) for kind in (valleys, steepest) if kind]
-    low, high = min(middles), max(middles)
     spread = max(valleys) / min(valleys)
     winner, good = confirmed_range(found)
-    if good:
-        low, high = min(good), max(good)
+    low, high = min([*middles, *good]), max([*middles, *good])
     chosen = winner if winner is not None else geometric_median(valleys)
     report.numbers |= {"low": low, "high": high, "chosen": chosen, "spread": spread}
     grid = max(found.sweeps, key=lambda s: len(s.rates)).rates
@@ -174,7 +177,7 @@ def numbers(found: Any) -> dict[str, Any]:
                 "valley": s.valley,
                 "steepest": s.steepest,
                 "stopped": s.stopped,
-                "stopped_at": s.rates[-1] if s.rates else None,
+                "stopped_at": s.stopped_at,
                 "diverges_at": s.diverges_at,
                 "rates": s.rates,
                 "losses": s.losses,
