@@ -7,6 +7,8 @@ as a user would start it, so that nothing is shared between two rows.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +81,14 @@ CLEAN_MODELS = {
     "huggingface.py:gpt2": "GPT-2 of transformers",
     "huggingface.py:bert": "masked BERT of transformers with padding",
 }
+PROJECTS = (
+    "model=tiny_moe",
+    "model=tiny_dense",
+    "model=tiny_spiking",
+    "model=tiny_dense precision=bf16",
+)
+"""Clean projects of the template by their settings; each is made small by SMALL."""
+SMALL = "data.seq_len=32 data.global_batch_size=4"
 STAGES = ("preflight-checks", "init-loss", "overfit-one-batch", "gradient-flow")
 
 
@@ -97,20 +107,35 @@ def judge(row: Row, folder: Path, *flags: object) -> Found:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{row.name.replace('-', '_')}.py"
     path.write_text(row.source(), encoding="utf-8")
-    return examine(f"{path}:{row.on.partition(':')[2]}", row.stage, folder, *flags)
+    spec = f"{path}:{row.on.partition(':')[2]}"
+    return examine(["--target", spec], row.stage, folder, *flags)
 
 
 def judge_clean(target: str, folder: Path, stage: str = PREFLIGHT) -> Found:
     """Put a clean model before a check."""
-    return examine(f"{CLEAN / target}", stage, folder)
+    return examine(["--target", CLEAN / target], stage, folder)
 
 
-def examine(spec: str, stage: str, folder: Path, *flags: object) -> Found:
-    """Run a skill's script with --target FILE.py:FUNCTION and read its report."""
+def copied_template(folder: Path) -> Path:
+    """Copy the template, as init does, so that runs leave nothing in the repository."""
+    ignored = shutil.ignore_patterns("tests", "__pycache__", "runs", ".cache")
+    shutil.copytree(processes.ROOT / "template", folder, ignore=ignored)
+    return folder
+
+
+def judge_project(project: Path, settings: str, folder: Path, stage: str = PREFLIGHT) -> Found:
+    """Put a project of the template before a check; `settings` are KEY=VALUE words."""
+    return examine(
+        ["--project", project, "--set", *settings.split(), *SMALL.split()], stage, folder
+    )
+
+
+def examine(target: Sequence[object], stage: str, folder: Path, *flags: object) -> Found:
+    """Run a skill's script on what the words of `target` name and read its report."""
     script = processes.ROOT / "skills" / stage / "scripts" / f"{stage.replace('-', '_')}.py"
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / f"{stage}.json"
-    words = ["--target", spec, "--seed", 0, "--out", folder / "out", "--json", report, *flags]
+    words = [*target, "--seed", 0, "--out", folder / "out", "--json", report, *flags]
     done = processes.run(script, *words, cwd=folder)
     checks = json.loads(report.read_text(encoding="utf-8"))["checks"] if report.exists() else []
     return Found(
