@@ -21,6 +21,8 @@ from kit.target import seed_everything
 
 COMPARED = 3
 MOST_STEPS = 50_000
+NOTHING = 1e-6
+"""Share of the highest learning rate up to which one counts as 0."""
 SIMULATED_SECONDS = 5.0
 
 
@@ -335,9 +337,10 @@ def judge_values(values: list[float], limit: float, *, warmup_may_exceed: bool) 
         )
     if peak == 0:
         return failed(f"the learning rate is 0 in every step ({shown})", 1.0)
-    idle = next(i for i, v in enumerate(reversed(values)) if v > 0) / total
+    least = NOTHING * peak
+    idle = next(i for i, v in enumerate(reversed(values)) if v > least) / total
     if idle > limit and total > 1:
-        return failed(f"the learning rate is 0 in the last {idle:.0%} of the steps: the schedule "
+        return failed(f"the learning rate is 0, or next to it, in the last {idle:.0%} of the steps: the schedule "
                       f"is too short or steps too often ({shown})", idle)  # fmt: skip
     rises = total > 2 and all(b > a for a, b in itertools.pairwise(values))
     if rises and not warmup_may_exceed:

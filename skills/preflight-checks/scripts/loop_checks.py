@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import sys
-import tempfile
 import types
-from pathlib import Path
 from typing import Any
 
 import sight as seeing
 from evidence import (
     IGNORED,
-    SEED,
-    CannotJudge,
     Evidence,
     Finding,
     UserError,
@@ -22,11 +17,10 @@ from evidence import (
     passed,
     skipped,
 )
-from leakage_checks import normalises_over_the_batch, shift_of
-from loop_run import cycled, drive, flat, forget, gap, kept, losses
+from loop_run import cycled, drive, flat, forget, gap, kept
+from sequence_checks import shift_of
 
 from kit.batch_tree import leaves, replaced
-from kit.errors import UsageError
 from kit.fix import fix_at, fix_in
 from kit.state import preserved
 
@@ -38,7 +32,6 @@ LARGEST_SUM = 2.2
 """A sum over the examples doubles with the batch; what grows faster counts pairs, by design."""
 SUMMED = 1.5
 """A step's gradient over that of its loss, above which something scales it."""
-STEPS = 3
 
 
 def check_missing_zero_grad(evidence: Evidence, limit: float) -> Finding:
@@ -261,7 +254,7 @@ def check_accumulation(evidence: Evidence, limit: float) -> Finding:
     target = evidence.target
     if evidence.step is None or target.optimizer is None:
         return skipped("no training step to look at: return it as train_step")
-    if normalises_over_the_batch(evidence) is not None:
+    if seeing.normalises_over_the_batch(evidence) is not None:
         return skipped("batch normalisation depends on the micro-batch")
     if target.runtime is not None:
         return _project_accumulation(evidence, limit)
@@ -377,90 +370,3 @@ def _angle(a: Any, b: Any) -> float:
     if a.shape != b.shape:
         return float("inf")
     return float((a / a.norm().clamp(min=1e-300) - b / b.norm().clamp(min=1e-300)).norm())
-
-
-# Twice -------------------------------------------------------------------------------------------
-
-
-def _built(evidence: Evidence, seed: int) -> Any:
-    """Build the target once more, or say why not."""
-    try:
-        return evidence.target.rebuild(seed)
-    except UsageError as error:
-        raise CannotJudge(f"the target cannot be built again ({error.sentence})") from error
-
-
-def check_not_repeatable(evidence: Evidence, limit: float) -> Finding:
-    """Built twice with one seed, the first losses are the same."""
-    runs = []
-    with kept(evidence.target):
-        for _ in range(2):
-            target = _built(evidence, SEED)
-            with evidence.user():
-                batches = list(itertools.islice(iter(target.batches), STEPS))
-                runs.append(losses(target, batches, STEPS))
-    error = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(*runs, strict=True))
-    shown = ", ".join(f"{loss:.6g}" for loss in runs[0])
-    if error <= limit:
-        return passed(f"losses {shown} twice", error)
-    return failed(
-        f"two runs of seed {SEED} have losses {shown} and "
-        f"{', '.join(f'{loss:.6g}' for loss in runs[1])}",
-        error,
-        fix_in(type(evidence.target.model), "draw everything from seeded generators", r"rand|seed"),
-    )
-
-
-def check_checkpoint_round_trip(evidence: Evidence, limit: float) -> Finding:
-    """What is saved and loaded into a model of other weights goes on with the same losses."""
-    with kept(evidence.target):
-        first = _built(evidence, SEED)
-        second = _built(evidence, SEED + int(first.runtime is None))  # a loader's order is seeded
-        with evidence.user():
-            if first.runtime is not None:
-                wanted, found = _project_round_trip(first, second)
-            else:
-                wanted, found = _foreign_round_trip(evidence, first, second)
-    error = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(wanted, found, strict=True))
-    shown = ", ".join(f"{loss:.8g}" for loss in wanted)
-    if error <= limit:
-        return passed(f"the next losses are {shown}, before and after", error)
-    return failed(
-        f"the next losses were {shown}, after loading {', '.join(f'{x:.8g}' for x in found)}: "
-        "something that counts is not in the checkpoint",
-        error,
-        fix_in(
-            type(evidence.target.model), "register parameters and buffers", r"persistent|= *torch"
-        ),
-    )
-
-
-def _project_round_trip(first: Any, second: Any) -> tuple[list[float], list[float]]:
-    from curry_train.checkpoint import dcp
-    from curry_train.checkpoint.training_state import checkpoint_of, restore
-
-    losses(first, [], 2)
-    losses(second, [], 3)
-    with tempfile.TemporaryDirectory() as folder:
-        place = dcp.save(Path(folder), **checkpoint_of(first.runtime, {}), mesh=first.runtime.mesh)
-        restore(second.runtime, place)
-    return losses(first, [], 2), losses(second, [], 2)
-
-
-def _foreign_round_trip(evidence: Evidence, first: Any, second: Any) -> tuple[list[float], Any]:
-    torch = evidence.torch
-    batches = evidence.batches
-    losses(first, batches, 2)
-    saved = io.BytesIO()
-    parts = {"model": first.model}
-    if first.optimizer is not None:
-        parts["optimizer"] = first.optimizer
-    if hasattr(first.loss_fn, "state_dict"):
-        parts["loss_fn"] = first.loss_fn
-    torch.save({name: part.state_dict() for name, part in parts.items()}, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=False)
-    for name, state in loaded.items():
-        getattr(second, name).load_state_dict(state)
-    later = batches[2:] + batches[:2]
-    return losses(first, later, 2, seed=5), losses(second, later, 2, seed=5)

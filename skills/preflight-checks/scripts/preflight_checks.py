@@ -34,7 +34,9 @@ import gradient_checks  # noqa: E402
 import leakage_checks  # noqa: E402
 import loop_checks  # noqa: E402
 import mode_checks  # noqa: E402
+import repeat_checks  # noqa: E402
 import score_checks  # noqa: E402
+import sequence_checks  # noqa: E402
 from evidence import (  # noqa: E402
     CannotJudge,
     Evidence,
@@ -79,8 +81,8 @@ CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
     ("optimizer-parameters", gradient_checks.check_optimizer_parameters),
     ("parameters-still", gradient_checks.check_parameters_still),
     ("example-leakage", leakage_checks.check_example_leakage),
-    ("future-leakage", leakage_checks.check_future_leakage),
-    ("label-shift", leakage_checks.check_label_shift),
+    ("future-leakage", sequence_checks.check_future_leakage),
+    ("label-shift", sequence_checks.check_label_shift),
     ("batch-size-dependence", leakage_checks.check_batch_size_dependence),
     ("missing-zero-grad", loop_checks.check_missing_zero_grad),
     ("train-eval-mode", mode_checks.check_train_eval_mode),
@@ -90,8 +92,8 @@ CHECKS: list[tuple[str, Callable[[Evidence, Any], Finding]]] = [
     ("accumulation-mean-of-means", loop_checks.check_accumulation),
     ("label-in-inputs", data_checks.check_label_in_inputs),
     ("order-not-repeatable", data_checks.check_order),
-    ("not-repeatable", loop_checks.check_not_repeatable),
-    ("checkpoint-round-trip", loop_checks.check_checkpoint_round_trip),
+    ("not-repeatable", repeat_checks.check_not_repeatable),
+    ("checkpoint-round-trip", repeat_checks.check_checkpoint_round_trip),
     ("weight-decay-groups", gradient_checks.check_weight_decay_groups),
 ]
 

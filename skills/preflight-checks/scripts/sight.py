@@ -155,3 +155,15 @@ def needs_inputs(sight: Sight) -> None:
     """End a check for which nothing differentiable enters the model."""
     if not sight.inputs:
         raise CannotJudge("no input carries a gradient (nothing is embedded)")
+
+
+def normalises_over_the_batch(evidence: Evidence) -> str | None:
+    """Name a normalisation over the batch, None where there is none."""
+    from torch import nn
+
+    for name, module in evidence.target.model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return name
+        if any("running" in buffer for buffer, _ in module.named_buffers(recurse=False)):
+            return name
+    return None
