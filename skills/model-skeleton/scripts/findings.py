@@ -44,8 +44,10 @@ class Finding:
 
 
 def place(op: Op) -> str:
-    """Say where an op ran."""
-    return f"`{op.name}` in {op.path or 'the loss'}"
+    """Say where an op ran: short, for a line of the report is cut."""
+    file, line = op.where or ("", 0)
+    at = f" at {file.rpartition('/')[2]}:{line}" if file else ""
+    return f"`{op.name}`{at} in {op.path or 'the loss'}"
 
 
 def shown(shape: Any) -> str:
@@ -84,16 +86,16 @@ def not_finite(found: Trace) -> Finding | None:
     if not found.bad_gradients:
         return None
     name = found.bad_gradients[0]
-    message = f"the loss is finite, the gradient of {len(found.bad_gradients)} parameters is not"
-    if found.bad_node is None:
-        return Finding("trace-nonfinite", f"{message}, {name} first", value=name)
-    node, number = found.bad_node
+    many = len(found.bad_gradients)
+    rest = f"the loss is finite, {many} gradient{'s are' if many > 1 else ' is'} not ({name} first)"
+    node, number = found.bad_node or ("", None)
     if number is None:
-        return Finding("trace-nonfinite", f"{message}; it begins in {node}", value=node)
+        message = f"it begins in backward of {node}; {rest}" if node else rest
+        return Finding("trace-nonfinite", message, value=name)
     made = found.tape.ops[number]
-    message += f"; it begins in backward of {place(made)} ({node}), whose own gradient was finite"
     todo = f"keep what {made.name} gets away from where its derivative is infinite (clamp, add eps)"
-    return Finding("trace-nonfinite", message, made.where, todo, made.path)
+    message = f"begins in backward of {place(made)} ({node}); {rest}"
+    return Finding("trace-nonfinite", message, made.where, todo)
 
 
 def _from_origin(found: Trace, last: Op, what: str) -> Finding:
@@ -105,15 +107,15 @@ def _from_origin(found: Trace, last: Op, what: str) -> Finding:
         return Finding("trace-nonfinite", f"{message} is not finite before the pass", value=name)
     begun = found.tape.ops[origin]
     value = {"nan": "NaN", "inf": "an infinity"}[begun.bad]
-    message = f"{what} is {kind}; {value} begins at {place(begun)}, which got finite values"
+    message = f"{value} begins with {place(begun)}, of finite values; {what} is {kind}"
     masks = [found.tape.ops[s] for s in begun.sources if isinstance(s, int)]
     mask = next((m for m in masks if m.bad == "inf"), None)
     if mask is not None:
-        message = f"{what} is {kind}; NaN begins at {place(begun)}, which got infinities"
+        message = f"NaN begins with {place(begun)}; {what} is {kind}; it got infinities"
         filled = found.tape.ops[mask.origin] if isinstance(mask.origin, int) else mask
-        message += f" written at {place(filled)}{line_of(filled)}: a row may be masked as a whole"
+        message += f" written {place(filled)}: a row may be masked as a whole"
     todo = f"{begun.name} makes {value} here: guard what it gets (mask, clamp, add eps)"
-    return Finding("trace-nonfinite", message, begun.where, todo, begun.path or "loss")
+    return Finding("trace-nonfinite", message, begun.where, todo)
 
 
 def trained_names(target: Target) -> set[str]:
@@ -131,13 +133,13 @@ def without_gradient(found: Trace, missing: set[str]) -> tuple[list[Finding], di
     """Say of parameters without a gradient: cut off on the way (findings), or not used (why)."""
     behind = found.tape.behind(found.loss_op) if found.loss_op is not None else set()
     used = {s for op in found.tape.ops for s in op.sources if isinstance(s, str)}
-    cuts: dict[int, list[str]] = defaultdict(list)
+    cuts: dict[Any, list[tuple[int, str]]] = defaultdict(list)
     unused: dict[str, str] = {}
     for name in sorted(missing):
         key = f"parameter {name}"
         cut = _first_cut(found, key, behind) if key in behind else _left(found, key)
         if cut is not None:
-            cuts[cut.index].append(name)
+            cuts[cut.where or cut.index].append((cut.index, name))
         elif key in used:
             last = [op for op in found.tape.ops if key in op.sources][-1]
             unused[name] = f"what {place(last)} makes of it does not reach the loss"
@@ -145,7 +147,11 @@ def without_gradient(found: Trace, missing: set[str]) -> tuple[list[Finding], di
             owner = name.rpartition(".")[0]
             called = not owner or any(call.path == owner for call in found.calls)
             unused[name] = "is read by no operation" if called else "its module is never called"
-    return [_cut_finding(found, number, names) for number, names in cuts.items()], unused
+    made = [
+        _cut_finding(found, sorted({number for number, _ in pairs}), [name for _, name in pairs])
+        for pairs in cuts.values()
+    ]
+    return made, unused
 
 
 def _first_cut(found: Trace, key: str, behind: set[Any]) -> Op | None:
@@ -179,8 +185,8 @@ def _left(found: Trace, key: str) -> Op | None:
     return None
 
 
-def _cut_finding(found: Trace, number: int, names: list[str]) -> Finding:
-    op = found.tape.ops[number]
+def _cut_finding(found: Trace, numbers: list[int], names: list[str]) -> Finding:
+    op = found.tape.ops[numbers[0]]
     how = f"{place(op)} gives a tensor without a gradient"
     todo = f"{op.name} cuts the graph here; use a differentiable operation on the tensor itself"
     if op.name in ("detach", "detach_", "data", "item", "numpy", "tolist"):
@@ -192,9 +198,10 @@ def _cut_finding(found: Trace, number: int, names: list[str]) -> Finding:
         )
     elif op.name in EXITS:
         how = f"{place(op)} takes the value out of torch"
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    message = f"{how}: no gradient for {', '.join(names[:2])}{more}"
-    return Finding("trace-detached", message, op.where, todo, op.path or "loss")
+    again = f" (and {len(numbers) - 1} calls more)" if len(numbers) > 1 else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    message = f"{how}{again}: no gradient for {', '.join(names[:1])}{more}"
+    return Finding("trace-detached", message, op.where, todo)
 
 
 def not_chosen(found: Trace, name: str) -> bool:
@@ -247,9 +254,9 @@ def loss_without_graph(found: Trace) -> Finding:
     if cut is None:
         todo = "build the loss from what the model returns, with gradients on"
         return Finding("trace-detached", f"{message}: nothing it is made of needs one", None, todo)
-    found_cut = _cut_finding(found, cut.index, [])
+    found_cut = _cut_finding(found, [cut.index], [])
     message = f"{message}: {found_cut.message.partition(': no gradient')[0]}"
-    return Finding("trace-detached", message, cut.where, found_cut.todo, cut.path or "loss")
+    return Finding("trace-detached", message, cut.where, found_cut.todo)
 
 
 def stop_gradients(found: Trace) -> list[Op]:
@@ -282,12 +289,8 @@ def rows_without_gradient(target: Target, found: Trace) -> Finding | None:
                 message = f"{place(op)} cuts the graph: the gradient of rows {first} to {last - 1}"
                 message += f" of {total} of {name} is exactly 0"
                 todo = f"remove .{op.name} from the way to the loss"
-                return Finding("trace-detached", message, op.where, todo, op.path or "loss")
+                return Finding("trace-detached", message, op.where, todo)
     return None
-
-
-def line_of(op: Op) -> str:
-    return f" ({op.where[0].rpartition('/')[2]}:{op.where[1]})" if op.where else ""
 
 
 def dtypes(target: Target, found: Trace) -> Iterator[Finding]:

@@ -173,7 +173,7 @@ def finite_and_whole(
         rows = findings.rows_without_gradient(target, found)
         made += [rows] if rows else []
         stops = findings.stop_gradients(found)
-        places = dict.fromkeys(f"{findings.place(op)}{findings.line_of(op)}" for op in stops)
+        places = dict.fromkeys(findings.place(op) for op in stops)
         report.evidence += [f"stop-gradient: {where} on the way to the loss" for where in places]
     return made
 
@@ -239,6 +239,7 @@ def observe_loss(target: Any, batch: Any) -> list[Any]:
 
 def explain_in_place(target: Any, batch: Any, found: Any, finding: Any) -> None:
     """Say which operation changed what backward needed."""
+    import findings
     from module_trace import writers_of
 
     if found.stage != "backward" or "inplace" not in str(found.error):
@@ -249,11 +250,10 @@ def explain_in_place(target: Any, batch: Any, found: Any, finding: Any) -> None:
         return
     reader, writer = pair
     finding.message = (
-        f"backward breaks: `{writer.name}` in {writer.path or 'the loss'} changes in place what"
-        f" `{reader.name}` in {reader.path or 'the loss'} had kept for its gradient"
+        f"backward breaks: {findings.place(writer)} changes in place what"
+        f" {findings.place(reader)} had kept"
     )
     finding.where, finding.todo = writer.where, "write into a copy: drop the in-place form here"
-    finding.value = writer.path or "loss"
 
 
 def write_checks(report: Report, made: list[Any], skipped: dict[str, str]) -> None:
