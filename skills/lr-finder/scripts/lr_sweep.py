@@ -20,7 +20,7 @@ SMOOTHING = 0.9
 SETTLED = 0.1
 """Share of the points before which a sweep is not stopped: the first losses are few."""
 EDGE = 5
-"""Points at both ends at which a slope is an artefact of smoothing."""
+"""First points, at which a slope is an artefact of smoothing."""
 QUIET = 20
 """Losses in a row that must have fallen for a sweep of SGD to count as free of noise."""
 RISE = 1e-4
@@ -46,7 +46,10 @@ class Sweep:
     diverges_at: float | None = None
     """Where the loss began to rise for good: of losses without noise the first rate whose step
     raised it, else the rate of the lowest smoothed loss; None where it did not rise."""
+    fall: tuple[int, int] | None = None
+    """Indices between which the smoothed loss falls, without 5 % of the fall at each end."""
     valley: float | None = None
+    """The rate in the middle of the fall."""
     steepest: float | None = None
 
 
@@ -217,20 +220,22 @@ def _rose(losses: Sequence[float], gradients: Sequence[float]) -> bool:
 def suggest(run: Sweep) -> None:
     """Read valley and steepest descent off the smoothed losses; None where they never fall."""
     start, end = longest_fall(run.smoothed)
-    if end > start:
-        fall = run.smoothed[start] - run.smoothed[end]
-        high, low = run.smoothed[start] - BEGUN * fall, run.smoothed[end] + BEGUN * fall
-        start = max(i for i in range(start, end) if run.smoothed[i] > high)
-        end = min(i for i in range(start, end + 1) if run.smoothed[i] < low)
-        run.valley = run.rates[start + (end - start) // 2]
-    logs = [math.log(rate) for rate in run.rates]
+    if end <= start:
+        return
+    fall = run.smoothed[start] - run.smoothed[end]
+    if fall <= RISE * abs(run.smoothed[start]):
+        return
+    high, low = run.smoothed[start] - BEGUN * fall, run.smoothed[end] + BEGUN * fall
+    start = max(i for i in range(start, end) if run.smoothed[i] > high)
+    end = min(i for i in range(start, end + 1) if run.smoothed[i] < low)
+    run.fall = start, end
+    run.valley = run.rates[start + (end - start) // 2]
     slopes = {
-        i: (run.smoothed[i + 1] - run.smoothed[i - 1]) / (logs[i + 1] - logs[i - 1])
-        for i in range(EDGE, len(logs) - EDGE - 1)
-    }
+        i: run.smoothed[i + 1] - run.smoothed[i - 1]
+        for i in range(max(start, EDGE), min(end + 1, len(run.rates) - 1))
+    }  # rates are evenly spaced in log
     least = min(slopes, key=slopes.__getitem__, default=None)
-    if least is not None and slopes[least] < 0:
-        run.steepest = run.rates[least]
+    run.steepest = None if least is None else run.rates[least]
 
 
 def longest_fall(values: Sequence[float]) -> tuple[int, int]:

@@ -16,7 +16,8 @@ FIRST = 0.1
 """Share of a sweep whose losses count as those before any learning."""
 EQUAL = 0.01
 """Confirm runs whose loss is this close to the best, relative, are as good."""
-EDGE_POINTS = 3
+EDGE_SHARE = 0.02
+"""Share of a sweep's points at an end within which a fall is cut off."""
 
 
 def judge(report: Report, target: Target, found: Any, limits: dict[str, float]) -> None:
@@ -82,18 +83,13 @@ def answer(report: Report, target: Target, found: Any, limits: dict[str, float])
     low, high = min([*middles, *good]), max([*middles, *good])
     chosen = winner if winner is not None else geometric_median(valleys)
     report.numbers |= {"low": low, "high": high, "chosen": chosen, "spread": spread}
-    grid = max(found.sweeps, key=lambda s: len(s.rates)).rates
-    # Only a sweep that never rose can have its best rate beyond the last one.
-    edge = chosen <= grid[EDGE_POINTS] or (
-        chosen >= grid[-1 - EDGE_POINTS] and all(s.stopped == "end" for s in found.sweeps)
-    )
+    edge = cut_off(found)
     report.check(
         "lr-range",
         "unclear" if edge else "pass",
         value=[low, high],
-        message="the best rate lies at an end of the sweep: set --low or --high"
-        if edge
-        else f"valley {geometric_median(valleys):.2g}"
+        message=edge
+        or f"valley {geometric_median(valleys):.2g}"
         + (f", steepest {geometric_median(steepest):.2g}" if steepest else "")
         + f", medians of {len(found.sweeps)} seeds",
     )
@@ -109,6 +105,19 @@ def answer(report: Report, target: Target, found: Any, limits: dict[str, float])
     )
     confirm(report, found, winner)
     say(report, target, found, low, high, chosen)
+
+
+def cut_off(found: Any) -> str:
+    """Say which end of the sweep cuts the fall off in most seeds, if one does."""
+    few = [max(1, round(EDGE_SHARE * len(s.rates))) for s in found.sweeps]
+    pairs = list(zip(found.sweeps, few, strict=True))
+    late = [s for s, n in pairs if s.stopped == "end" and s.fall[1] >= len(s.rates) - 1 - n]
+    early = [s for s, n in pairs if s.fall[0] <= n]
+    if 2 * len(late) > len(pairs):
+        return f"the loss still falls at {late[0].rates[-1]:.2g}: set --high above it"
+    if 2 * len(early) > len(pairs):
+        return f"the loss falls from {early[0].rates[0]:.2g} on: set --low below it"
+    return ""
 
 
 def confirmed_range(found: Any) -> tuple[float | None, list[float]]:
