@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ BY_CHANCE = 0.01
 SURE_DEVIATIONS = 4.0
 OWN_PAST_MARGIN = 0.01
 LEVELS_AS_COLUMNS = 20
+LETTERS = string.ascii_letters + "_-"
 PAIRS_UPTO = 10
 ROWS_TOLD_APART = 20_000
 TOLERANCE = 1e-3
@@ -82,8 +84,9 @@ def _promising(rows: Rows, chosen: Any) -> list[Column]:
 
 def _pieces(column: Column) -> list[Column]:
     """Take an id of text apart: its first word, its number, its length."""
-    texts = [column.levels[int(value)] for value in column.values]  # type: ignore[index]
-    words = [re.match(r"[^\W\d]*", text)[0] for text in texts]  # type: ignore[index]
+    levels = column.levels or []
+    texts = [levels[int(value)] for value in column.values]
+    words = [text[: len(text) - len(text.lstrip(LETTERS))] for text in texts]
     found, number = np.unique(words, return_inverse=True)
     digits = [re.findall(r"\d{1,15}", text) for text in texts]
     last = np.array([float(d[-1]) if d else np.nan for d in digits])

@@ -183,7 +183,7 @@ def of_table(call: cli.Invocation, report: Report) -> None:
     rows = assign(table, args, parts)
     pipeline = None
     if function is not None:
-        pipeline = open_pipeline(function, args.pipeline.rpartition(":")[2], rows)
+        pipeline = open_pipeline(function, getattr(function, "__name__", "pipeline"), rows)
     judge_rows(call, report, rows, pipeline)
 
 

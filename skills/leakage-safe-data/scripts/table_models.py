@@ -122,9 +122,9 @@ def r2(predicted: Any, target: Any) -> float:
 def nearest(train: Any, test: Any, count: int) -> Any:
     """Give the distances of each test row to its nearest train rows, [tests, count], ascending."""
     if train.shape[1] <= 8:
-        from scipy.spatial import cKDTree
+        from scipy.spatial import KDTree
 
-        return cKDTree(train).query(test, k=count)[0].reshape(len(test), count)
+        return KDTree(train).query(test, k=count)[0].reshape(len(test), count)
     found = np.empty((len(test), count))
     squares = np.square(train).sum(axis=1)
     step = max(1, int(2e7 // len(train)))

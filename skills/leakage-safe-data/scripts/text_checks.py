@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,8 @@ def check_collections(
     train: Collection, others: list[Collection], told: Callable[[int, int, str], None]
 ) -> tuple[list[Finding], list[HeldOut], dict[str, Any]]:
     """Compare files with files. `told(done, total, what)` hears of bytes."""
-    groups: dict[str, set] = {}
-    sets = [
-        hold_out(other.name, _grouped(other.documents(), groups, other.name)) for other in others
-    ]
+    groups = Groups()
+    sets = [hold_out(other.name, groups.held_out(other)) for other in others]
     for held in sets:
         if not held.places:
             raise UsageError(f"--{held.name} holds no document with any text")
@@ -32,32 +30,37 @@ def check_collections(
         seen[0] += characters
         told(min(seen[0], total), total, "bytes of training text")
 
-    overlap = compare(_batches(train, groups), sets, heard)
+    overlap = compare(groups.training(train), sets, heard)
     if not overlap.documents:
         raise UsageError("--train holds no document with any text")
     findings = judge(sets, overlap)
-    findings.append(judge_groups(groups, sets, asked=train.group_key is not None))
+    findings.append(judge_groups(groups, asked=train.group_key is not None))
     return findings, sets, describe(sets, overlap)
 
 
-def _grouped(
-    documents: Iterable[Document], groups: dict[str, set], name: str
-) -> Iterable[Document]:
-    for document in documents:
-        groups.setdefault(name, []).append(_values(document.group))  # type: ignore[union-attr]
-        yield document
+class Groups:
+    """The groups of the documents that pass by on their way to be compared."""
+
+    def __init__(self) -> None:
+        self.train: set[str] = set()
+        self.held: dict[str, list[set[str]]] = {}
+
+    def held_out(self, other: Collection) -> Iterator[Document]:
+        """Yield the documents of a held-out set."""
+        own = self.held.setdefault(other.name, [])
+        for document in other.documents():
+            own.append(_values(document.group))
+            yield document
+
+    def training(self, train: Collection) -> Iterator[list[Document]]:
+        """Yield batches of training documents."""
+        for batch in train.batches():
+            for document in batch:
+                self.train |= _values(document.group)
+            yield batch
 
 
-def _batches(train: Collection, groups: dict[str, Any]) -> Iterable[list[Document]]:
-    seen: set = set()
-    for batch in train.batches():
-        for document in batch:
-            seen |= _values(document.group)
-        yield batch
-    groups["train"] = seen
-
-
-def _values(group: Any) -> set:
+def _values(group: Any) -> set[str]:
     """Give the group, or the groups of a packed window, as text."""
     values = group if isinstance(group, list) else [group]
     return {str(value) for value in values if value is not None}
@@ -168,27 +171,21 @@ def _example(held: HeldOut, which: Any) -> str:
     return f": {held.places[first]}{twin} ({begin!r})"
 
 
-def judge_groups(groups: dict[str, Any], sets: list[HeldOut], *, asked: bool) -> Finding:
+def judge_groups(groups: Groups, *, asked: bool) -> Finding:
     """Judge documents whose group, or a document of whose window, is in the training text too."""
+    id = "leak-packed-documents"
     if not asked:
-        return Finding(
-            "leak-packed-documents", "skipped", "no --group KEY says which document a part is of"
-        )
+        return Finding(id, "skipped", "no --group KEY says which document a part is of")
     shares = {
-        held.name: float(np.mean([bool(own & groups["train"]) for own in groups[held.name]]))
-        for held in sets
+        name: float(np.mean([bool(own & groups.train) for own in held]))
+        for name, held in groups.held.items()
     }
-    name = max(shares, key=shares.__getitem__)
-    both = sorted(set().union(*groups[name]) & groups["train"])
-    message = f"{percent(shares[name])} of {name} has parts of documents that train has too"
+    name, share = max(shares.items(), key=lambda item: item[1])
+    both = sorted(set().union(*groups.held[name]) & groups.train)
+    message = f"{percent(share)} of {name} has parts of documents that train has too"
     message += f": {', '.join(both[:3])}" if both else ""
-    return Finding(
-        "leak-packed-documents",
-        "fail" if shares[name] > THRESHOLDS["leak-packed-documents"] else "pass",
-        message,
-        value=shares[name],
-        inflation=shares[name] if shares[name] else None,
-    )
+    verdict = "fail" if share > THRESHOLDS[id] else "pass"
+    return Finding(id, verdict, message, value=share, inflation=share or None)
 
 
 def describe(sets: list[HeldOut], overlap: Overlap) -> dict[str, Any]:
