@@ -16,6 +16,8 @@ FIRST = 0.1
 """Share of a sweep whose losses count as those before any learning."""
 EQUAL = 0.01
 """Confirm runs whose loss is this close to the best, relative, are as good."""
+VISIBLE = 0.1
+"""Share of the whole fall that must not have happened in the first twentieth of the rates."""
 EDGE_SHARE = 0.02
 """Share of a sweep's points at an end within which a fall is cut off."""
 
@@ -109,15 +111,22 @@ def answer(report: Report, target: Target, found: Any, limits: dict[str, float])
 
 def cut_off(found: Any) -> str:
     """Say which end of the sweep cuts the fall off in most seeds, if one does."""
-    few = [max(1, round(EDGE_SHARE * len(s.rates))) for s in found.sweeps]
-    pairs = list(zip(found.sweeps, few, strict=True))
+    pairs = [(s, max(1, round(EDGE_SHARE * len(s.rates)))) for s in found.sweeps]
     late = [s for s, n in pairs if s.stopped == "end" and s.fall[1] >= len(s.rates) - 1 - n]
-    early = [s for s, n in pairs if s.fall[0] <= n]
+    early = [s for s, _ in pairs if falls_at_once(s)]
     if 2 * len(late) > len(pairs):
         return f"the loss still falls at {late[0].rates[-1]:.2g}: set --high above it"
     if 2 * len(early) > len(pairs):
         return f"the loss falls from {early[0].rates[0]:.2g} on: set --low below it"
     return ""
+
+
+def falls_at_once(sweep: Any) -> bool:
+    """Tell whether the loss falls visibly between the first twentieth of the rates and the next."""
+    count = max(3, len(sweep.losses) // 20)
+    first, second = sweep.losses[:count], sweep.losses[count : 2 * count]
+    drop = statistics.fmean(first) - statistics.fmean(second or first)
+    return drop > VISIBLE * (sweep.smoothed[sweep.fall[0]] - sweep.smoothed[sweep.fall[1]])
 
 
 def confirmed_range(found: Any) -> tuple[float | None, list[float]]:
