@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from findings import Finding, misplaced, place, shown
+from findings import Finding, place, shown
 from op_tape import Tape, tensors_in
+from shape_findings import misplaced
 
 from kit.batch_tree import leaves, replaced
 from kit.target import Target

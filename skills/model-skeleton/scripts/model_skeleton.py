@@ -205,14 +205,14 @@ def in_later_batches(
 
 def shapes(target: Any, batch: Any, found: Any, skipped: dict[str, str]) -> list[Any]:
     """Judge broadcasts, moved dims and examples that see each other."""
-    import findings
     from example_mixing import mixing
+    from shape_findings import broadcasts, loss_shapes, moved_dims
 
-    made = [*findings.broadcasts(found), *findings.moved_dims(found, batch)]
+    made = [*broadcasts(found), *moved_dims(found, batch)]
     try:
         with preserved(target):
             observed = observe_loss(target, batch)
-        made += findings.loss_shapes(observed)
+        made += loss_shapes(observed)
         with preserved(target):
             mixed, why = mixing(target, batch, sizes_in(found))
     except Exception as error:  # the traced pass worked: this one asks for more than it has to do

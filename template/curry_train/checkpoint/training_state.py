@@ -114,10 +114,9 @@ def set_rng(tensors: dict[str, Tensor]) -> None:
 @functools.lru_cache(maxsize=1)
 def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """Return the files from which `load_tokenizer` makes the tokenizer again; none without one."""
-    if tokenizer is None:
-        return {}
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder) / TOKENIZER)
+        if tokenizer is not None:
+            tokenizer.save(Path(folder) / TOKENIZER)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -283,16 +282,15 @@ def begin(runtime: Runtime, run: Run) -> None:
             offer = offer_older(path, "run.init_from")
             raise dcp.CheckpointError([*error.problems, *offer]) from None
         fill_tied(runtime)
-        told += _other_tokenizer(path / TOKENIZER, runtime.corpus.tokenizer)
+        if (ours := runtime.corpus.tokenizer) is not None:
+            told += _other_tokenizer(path / TOKENIZER, ours)
         for text in told if runtime.mesh.rank == 0 else ():
             run.event("note", weights=text)
             tell(text)
 
 
-def _other_tokenizer(beside: Path, ours: Tokenizer | None) -> list[str]:
+def _other_tokenizer(beside: Path, ours: Tokenizer) -> list[str]:
     """Return a sentence where the tokenizer of the weights is not that of the data."""
-    if ours is None:
-        return []
     same = {ours.text} | ({library_json()} if isinstance(ours, ByteTokenizer) else set())
     if not beside.is_file() or beside.read_text(encoding="utf-8", errors="replace") in same:
         return []
@@ -302,8 +300,7 @@ def _other_tokenizer(beside: Path, ours: Tokenizer | None) -> list[str]:
 def load_weights(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
     """Load the weights of a whole model in this process, in place; returns the manifest.
 
-    Every parameter must be there, and nothing else but the optimizer's tensors. Values become those
-    of the model's dtype.
+    Every parameter must be there, beside it the optimizer's tensors alone; values are cast.
     """
     return dcp.load(checkpoint, dict(named_state(model)), ignore=("optim.",), cast=True)
 
