@@ -3,6 +3,8 @@ straddle; the order is a permutation of each epoch at any position."""
 
 import datetime
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,8 +232,6 @@ def test_what_cannot_be_split_is_refused_in_three_parts(call, says):
 
 def mutated(monkeypatch, old, new):
     """The module with one piece of its source changed."""
-    from pathlib import Path
-
     source = Path(safe_splits.__file__).read_text()
     assert source.count(old) == 1
     scope = {"__name__": "mutant"}
@@ -290,3 +290,21 @@ def test_a_group_keeps_its_name_when_a_copy_is_appended():
     near = " ".join([*TEXT.split()[:-1], "elm"])
     alone, both = group_duplicates([TEXT]), group_duplicates([TEXT, near])
     assert both[0] == both[1] == alone[0]
+
+
+def test_the_example_of_the_page_runs_as_it_stands():
+    page = (Path(safe_splits.__file__).parents[2] / "docs" / "safe-splits.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    draw = np.random.default_rng(0)
+    scope = {
+        "patients": draw.integers(0, 90, 500),
+        "texts": [f"{n} words of text {n % 50} and {n}" for n in range(500)],
+        "days": np.datetime64("2024-01-01") + draw.integers(0, 300, 500),
+        "scaler": Recording(),
+        "table": draw.normal(size=(500, 3)),
+        "position": 90,
+    }
+    exec(code, scope)
+    assert scope["scaled"].shape == (500, 3) and len(scope["scaler"].rows) < 500
+    assert len(set(scope["batch"].tolist())) == 32
+    assert set(scope["batch"].tolist()) <= set(scope["rows"]["train"].tolist())

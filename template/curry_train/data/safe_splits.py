@@ -71,10 +71,10 @@ def fit_on_train(transform: Any, rows: Any, train: Any, labels: Any = None) -> A
     numbers = np.unique(train) if train.dtype.kind in "iu" else train[:0]
     inside = len(numbers) and 0 <= numbers[0] <= numbers[-1] < len(rows)
     if not inside or train.shape != numbers.shape or len(numbers) == len(rows):
-        raise DataError(
-            f"train is {train.dtype}{list(train.shape)} for {len(rows)} rows; it takes numbers of "
-            "rows, each once and not all; give the whole table and the train part of a split of it"
+        found = (
+            f"train is {train.dtype}{list(train.shape)} for {len(rows)} rows; it takes numbers of"
         )
+        raise DataError(f"{found} rows, each once and not all; give the train part of a split")
     transform.fit(rows[train], *(() if labels is None else (np.asarray(labels)[train],)))
     return transform.transform(rows)
 
