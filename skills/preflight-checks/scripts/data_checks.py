@@ -9,8 +9,9 @@ import time
 import warnings
 from typing import Any
 
-from evidence import SEED, CannotJudge, Evidence, Finding, failed, passed, skipped
+from evidence import SEED, CannotJudge, Evidence, Finding, failed, passed, same_tensor, skipped
 from loop_run import cycled, drive, kept
+from repeat_checks import built
 
 from kit import observation
 from kit.batch_tree import leaves
@@ -37,6 +38,12 @@ def check_order(evidence: Evidence, limit: Any) -> Finding:
             0,
             _data_place(evidence, "draw the order from seeded generators only"),
         )
+    if not _equal(*_twice_built(evidence)):
+        return failed(
+            "the data of two targets built from the same seed differ",
+            0,
+            _data_place(evidence, "draw data and order from seeded generators only"),
+        )
     loader = evidence.target.batches
     loader = loader.inner if isinstance(loader, OnDevice) else loader
     sampler = getattr(loader, "sampler", None)
@@ -55,6 +62,20 @@ def check_order(evidence: Evidence, limit: Any) -> Finding:
     return passed(f"{len(first)} batches repeat, the next epoch has another order", len(first))
 
 
+def _twice_built(evidence: Evidence) -> list[list[Any]]:
+    """The first batches of two targets built from one seed; nothing where none can be built."""
+    found = []
+    with kept(evidence.target), evidence.user():
+        for _ in range(2):
+            try:
+                target = built(evidence, SEED)
+            except CannotJudge:
+                return [[], []]
+            seed_everything(SEED)
+            found.append(list(itertools.islice(iter(target.batches), COMPARED)))
+    return found
+
+
 def _drawn(evidence: Evidence, seed: int) -> list[Any]:
     with preserved(evidence.target), evidence.user():
         seed_everything(seed)
@@ -71,8 +92,7 @@ def same_batch(a: Any, b: Any) -> bool:
     """Tell whether two batches hold the same tensors bit for bit."""
     ours, theirs = leaves(a), leaves(b)
     return len(ours) == len(theirs) and all(
-        p == q and s.shape == t.shape and bool(((s == t) | ((s != s) & (t != t))).all())
-        for (p, s), (q, t) in zip(ours, theirs, strict=True)
+        p == q and same_tensor(s, t) for (p, s), (q, t) in zip(ours, theirs, strict=True)
     )
 
 
@@ -152,6 +172,8 @@ def _label_column(evidence: Evidence) -> str | None:
 
 def _transformed(evidence: Evidence) -> Finding:
     inputs, labels, transform = evidence.target.data
+    if evidence.changed_in_place:
+        raise CannotJudge("loss_fn writes into the batch; see not-repeatable")
 
     def batches(of_labels: Any) -> list[Any]:
         with preserved(evidence.target), evidence.user():
@@ -340,8 +362,9 @@ def judge_values(values: list[float], limit: float, *, warmup_may_exceed: bool) 
     least = NOTHING * peak
     idle = next(i for i, v in enumerate(reversed(values)) if v > least) / total
     if idle > limit and total > 1:
-        return failed(f"the learning rate is 0, or next to it, in the last {idle:.0%} of the steps: the schedule "
-                      f"is too short or steps too often ({shown})", idle)  # fmt: skip
+        return failed(f"the learning rate is 0, or next to it, in the last {idle:.0%} of the "
+                      f"steps: the schedule is too short or steps too often ({shown})",
+                      idle)  # fmt: skip
     rises = total > 2 and all(b > a for a, b in itertools.pairwise(values))
     if rises and not warmup_may_exceed:
         return failed(f"the learning rate still rises at the last step: warm-up is as long as the "

@@ -114,6 +114,22 @@ class Evidence:
         """The first few batches, fewer where there are fewer."""
         return self.first(BATCHES)
 
+    @functools.cached_property
+    def changed_in_place(self) -> list[str]:
+        """Tensors of a batch that loss_fn writes into; the batches here are copied before."""
+        batch = self.batches[0]
+        before = {path: tensor.clone() for path, tensor in leaves(batch)}
+        handed = {path: tensor.clone() for path, tensor in before.items()}
+        with self.mode(True), self.user():
+            self.target.loss_fn(self.target.model, replaced(batch, handed))
+        return [path for path, tensor in handed.items() if not same_tensor(tensor, before[path])]
+
+    def own(self, batch: Any) -> Any:
+        """Give a batch that the code may write into."""
+        if not self.changed_in_place:
+            return batch
+        return replaced(batch, {path: tensor.clone() for path, tensor in leaves(batch)})
+
     def first(self, count: int) -> list[Any]:
         """Take the first batches of the data; an endless loader goes back to its place."""
         seed_everything(SEED)
@@ -132,9 +148,25 @@ class Evidence:
     @functools.cached_property
     def roles(self) -> dict[str, str]:
         """input, label, both or unused, of every tensor of the first batch."""
-        self.observed  # noqa: B018  a loss that raises has no roles
+        self.needs_finite()
+        again = [self.outputs(self.batches[0]) for _ in range(2)]
+        if relative_change(*again) > 0:
+            raise CannotJudge("the outputs differ under one seed; see not-repeatable")
         with preserved(self.target), self.user():
             return observation.roles(self.target, self.batches[0])
+
+    def needs_finite(self) -> None:
+        """End a check that compares values where there are none to compare."""
+        if not self.once("finite", self._finite):
+            raise CannotJudge("the loss or its gradient is not finite; see non-finite")
+
+    def _finite(self) -> bool:
+        losses = all(bool(seen.loss.isfinite().all()) for seen in self.all_observed)
+        return losses and all(
+            g is None or bool(g.isfinite().all())
+            for found in self.first_gradients
+            for g in found.values()
+        )
 
     def paths(self, *wanted: str) -> list[str]:
         """Name the tensors of a batch that have one of these roles."""
@@ -167,7 +199,7 @@ class Evidence:
         """Call loss_fn once in a mode, under the same random numbers every time."""
         with self.mode(training), self.user(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return observation.observe(self.target, batch)
+            return observation.observe(self.target, self.own(batch))
 
     @functools.cached_property
     def observed(self) -> observation.Observation:
@@ -252,6 +284,11 @@ class Evidence:
         if target.train_step is None or target.optimizer is None:
             return None
         return lambda batch: target.train_step(target.model, batch, target.optimizer)
+
+
+def same_tensor(a: Any, b: Any) -> bool:
+    """Tell whether two tensors have the same shape and values, NaN included."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def dense(gradient: Any) -> Any:

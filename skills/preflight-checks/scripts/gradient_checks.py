@@ -335,6 +335,7 @@ def check_parameters_still(evidence: Evidence, limit: float) -> Finding:
         return skipped("no optimizer was given")
     if not evidence.observed.loss.requires_grad:
         return skipped("the loss has no graph; see no-gradient")
+    evidence.needs_finite()
     gradients = evidence.first_gradients[0]
     sizes = {n: rms(g) for n, g in gradients.items() if g is not None and in_optimizer(evidence, n)}
     least = NEGLIGIBLE * max(sizes.values(), default=0.0)

@@ -17,7 +17,7 @@ from evidence import (
     passed,
     skipped,
 )
-from loop_run import cycled, drive, flat, forget, gap, kept
+from loop_run import cycled, drive, flat, forget, gap, kept, unclipped
 from sequence_checks import shift_of
 
 from kit.batch_tree import leaves, replaced
@@ -46,6 +46,7 @@ def check_missing_zero_grad(evidence: Evidence, limit: float) -> Finding:
                 len(left),
             )
         return skipped("no training step to look at: return it as train_step")
+    evidence.needs_finite()
     with kept(target):
         if not left:
             forget(target)
@@ -79,8 +80,10 @@ def _step_place(evidence: Evidence, text: str) -> Any:
 
 def _second(evidence: Evidence, batches: list[Any], *, fresh: bool) -> list[Any]:
     with kept(evidence.target):
-        if fresh:
-            forget(evidence.target)
+        held = {id(p) for g in evidence.target.optimizer.param_groups for p in g["params"]}
+        for parameter in evidence.target.model.parameters():
+            if fresh or id(parameter) not in held:  # nobody clears what nobody trains
+                parameter.grad = None
         before = [p.detach().clone() for p in evidence.trainable.values()]
         seen = drive(evidence, itertools.cycle(batches))
         if type(evidence.target.optimizer).__name__ == "LBFGS":  # steps by a closure of its own
@@ -94,6 +97,7 @@ def _second(evidence: Evidence, batches: list[Any], *, fresh: bool) -> list[Any]
 
 def check_loss_scale(evidence: Evidence, limit: float) -> Finding:
     """The loss is a mean: a doubled batch has the same loss, and the step uses that loss."""
+    evidence.needs_finite()
     ratio = _doubled(evidence)
     text = "divide by the number of targets: reduction='mean'"
     main = evidence.observed.main
@@ -173,7 +177,7 @@ def _per_token(evidence: Evidence) -> tuple[str, float] | None:
 
 
 def _of_step(evidence: Evidence) -> Finding | None:
-    """Compare the gradient at the optimizer with that of the loss; clipping only shrinks it."""
+    """Compare the gradient at the optimizer with that of the loss; an own clip may shrink it."""
     target = evidence.target
     if evidence.step is None or target.optimizer is None:
         return None
@@ -187,7 +191,8 @@ def _of_step(evidence: Evidence) -> Finding | None:
         wanted = _loss_gradient(evidence, parameters, batches[0])
         if target.runtime is not None:
             return _of_project_step(evidence, batches[0], wanted)
-        seen = drive(evidence, iter(batches))
+        with unclipped():
+            seen = drive(evidence, iter(batches))
     if seen.calls > 1:
         return None
     a, b = flat(seen.gradients, wanted), flat(wanted, seen.gradients)
@@ -256,6 +261,7 @@ def check_accumulation(evidence: Evidence, limit: float) -> Finding:
         return skipped("no training step to look at: return it as train_step")
     if seeing.normalises_over_the_batch(evidence) is not None:
         return skipped("batch normalisation depends on the micro-batch")
+    evidence.needs_finite()
     if target.runtime is not None:
         return _project_accumulation(evidence, limit)
     return _foreign_accumulation(evidence, limit)

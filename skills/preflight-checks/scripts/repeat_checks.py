@@ -17,7 +17,7 @@ from kit.fix import fix_in
 STEPS = 3
 
 
-def _built(evidence: Evidence, seed: int) -> Any:
+def built(evidence: Evidence, seed: int) -> Any:
     """Build the target once more, or say why not."""
     try:
         return evidence.target.rebuild(seed)
@@ -27,10 +27,19 @@ def _built(evidence: Evidence, seed: int) -> Any:
 
 def check_not_repeatable(evidence: Evidence, limit: float) -> Finding:
     """Built twice with one seed, the first losses are the same."""
+    evidence.needs_finite()
+    if evidence.changed_in_place:
+        path = evidence.changed_in_place[0]
+        return failed(
+            f"loss_fn writes into {path} of the batch: the data change for good, more with every "
+            "pass",
+            path,
+            fix_in(evidence.target.loss_fn, "work on a copy: x = x + ...", r"[-+*/]=|_\("),
+        )
     runs = []
     with kept(evidence.target):
         for _ in range(2):
-            target = _built(evidence, SEED)
+            target = built(evidence, SEED)
             with evidence.user():
                 batches = list(itertools.islice(iter(target.batches), STEPS))
                 runs.append(losses(target, batches, STEPS))
@@ -48,9 +57,10 @@ def check_not_repeatable(evidence: Evidence, limit: float) -> Finding:
 
 def check_checkpoint_round_trip(evidence: Evidence, limit: float) -> Finding:
     """What is saved and loaded into a model of other weights goes on with the same losses."""
+    evidence.needs_finite()
     with kept(evidence.target):
-        first = _built(evidence, SEED)
-        second = _built(evidence, SEED + int(first.runtime is None))  # a loader's order is seeded
+        first = built(evidence, SEED)
+        second = built(evidence, SEED + int(first.runtime is None))  # a loader's order is seeded
         with evidence.user():
             if first.runtime is not None:
                 wanted, found = _project_round_trip(first, second)

@@ -114,8 +114,8 @@ def check_missing_log_softmax(evidence: Evidence, limit: Any) -> Finding:
 
 def check_dead_outputs(evidence: Evidence, limit: float) -> Finding:
     """Outputs follow the input: swapped inputs swap the outputs."""
-    plain = evidence.outputs(evidence.batches[0])
-    if not plain:
+    evidence.needs_finite()
+    if not evidence.outputs(evidence.batches[0]):
         return skipped("the model returns no floating-point tensor")
     change = _moves(evidence)
     if change > limit:
