@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -307,8 +307,8 @@ class Document:
         """A path exists in the tree, or each of its names stands in the code that makes it."""
         token = token.replace("${CLAUDE_SKILL_DIR}/", "").replace("${CLAUDE_PLUGIN_ROOT}/", "")
         path = token.rstrip("/").removeprefix("./")
-        if path.startswith(("../", "/", "~")):
-            return  # outside the tree
+        if not path or path.startswith(("../", "/", "~")):
+            return  # a division sign, or outside the tree
         path = "/".join("*" if _stands_for_many(name) else name for name in path.split("/"))
         if path in OUTSIDE_FILES or any(any(base.glob(path)) for base in self.bases):
             return

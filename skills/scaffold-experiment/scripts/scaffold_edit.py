@@ -40,7 +40,7 @@ def find_dict(source: bytes, name: str, path: str, line: str) -> ast.Dict:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise EditError(f"{path} is no Python: {error}; mend it, or {by_hand}") from None
-    found = [node.value for node in body if name in _targets(node)]
+    found = [getattr(node, "value", None) for node in body if name in _targets(node)]
     if len(found) == 1 and isinstance(found[0], ast.Dict):
         return found[0]
     what = f"binds {name} {len(found)} times" if len(found) > 1 else f"has no literal dict {name}"
@@ -58,7 +58,7 @@ def _targets(node: ast.stmt) -> list[str]:
 
 def keys_of(node: ast.Dict) -> list[str]:
     """Return the keys that are written as text."""
-    return [key.value for key in node.keys if isinstance(key, ast.Constant)]
+    return [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
 
 
 def insert(source: bytes, entry: Entry, path: str) -> bytes:
@@ -172,7 +172,7 @@ def _start_of_entry(source: bytes, node: ast.Dict, index: int) -> int:
 
 def _comma(source: bytes, start: int, stop: int) -> int | None:
     """Return the place after the first comma of source[start:stop], comments left out."""
-    match = re.match(rb"(?:\s|\\\n|\)|#[^\n]*)*,", source[start:stop])
+    match = re.match(rb"(?:\s|\\\n|\)|#[^\n]*+)*+,", source[start:stop])
     return start + match.end() if match else None
 
 

@@ -158,14 +158,18 @@ def make(call: cli.Invocation) -> Report:
     return report
 
 
-if __name__ == "__main__":
-    sys.exit(
-        cli.run(
-            SKILL,
-            make,
-            doc=__doc__,
-            add_flags=add_flags,
-            check_flags=check_flags,
-            modules=lambda args: [] if args.no_checks else ["torch", "hydra"],
-        )
+def main(argv: list[str] | None = None) -> int:
+    """Run the script with the words of a command line; returns the exit code."""
+    return cli.run(
+        SKILL,
+        make,
+        doc=__doc__,
+        add_flags=add_flags,
+        check_flags=check_flags,
+        modules=lambda args: [] if args.no_checks else ["torch", "hydra"],
+        argv=argv,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

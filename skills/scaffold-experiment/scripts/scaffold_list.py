@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import scaffold_names as names
+import scaffold_edit
 import scaffold_record
 from scaffold_plan import BLOCKS, DATA, KINDS, LAYERS, MODELS, SKELETONS, variants
 
@@ -29,12 +29,20 @@ def listing(project: Path) -> str:
         lines.append(f"  without code: model.* settings {ALREADY[block]}")
     if (project / MODELS).is_file():
         for path, dict_name in ((MODELS, "MODELS"), (DATA, "DATASETS"), (LAYERS, "VARIANTS")):
-            found = ", ".join(names.keys_of_dict(project / path, dict_name)) or "nothing"
+            found = ", ".join(_keys(project / path, dict_name)) or "nothing"
             lines.append(f"this project has in {dict_name}: {found}")
         lines.append(
             f"made here before: {', '.join(scaffold_record.recorded(project)) or 'nothing'}"
         )
     return "\n".join(lines)
+
+
+def _keys(path: Path, dict_name: str) -> list[str]:
+    try:
+        found = scaffold_edit.find_dict(path.read_bytes(), dict_name, str(path), "")
+    except (OSError, scaffold_edit.EditError):
+        return []
+    return scaffold_edit.keys_of(found)
 
 
 def _sentence(path: Path) -> str:

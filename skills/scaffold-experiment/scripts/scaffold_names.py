@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import keyword
 import re
 from pathlib import Path
@@ -61,18 +60,3 @@ def check_module_free(project: Path, stems: list[str]) -> None:
 def camel(name: str) -> str:
     """Return the name as a class is called."""
     return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
-
-
-def keys_of_dict(path: Path, name: str) -> list[str]:
-    """Return the text keys of a literal dict of a file; none where there is no such dict."""
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    for node in body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        names = [target.id for target in targets if isinstance(target, ast.Name)]
-        value = getattr(node, "value", None)
-        if name in names and isinstance(value, ast.Dict):
-            return [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
-    return []

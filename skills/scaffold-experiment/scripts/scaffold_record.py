@@ -22,6 +22,8 @@ from scaffold_plan import Plan
 from kit.errors import UsageError
 
 FOLDER = ".curry-train"
+WRITING = ".writing-"
+"""What a file is called until it is whole; under the lock there is one writer."""
 
 
 def record_path(project: Path, name: str) -> Path:
@@ -47,6 +49,8 @@ def alone(project: Path) -> Iterator[None]:
     folder = project / FOLDER
     handle = _locked(folder)
     try:
+        for leftover in folder.glob(f"{WRITING}*"):  # of a writer that was killed
+            leftover.unlink()
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -127,8 +131,6 @@ def undo(project: Path, name: str, *, force: bool = False) -> tuple[list[str], l
     kept = _take_out_lines(project, edits, done)
     for file, wanted in created.items():
         _delete(project / file, file, wanted, force, done, kept)
-    for leftover in path.parent.glob(".writing-*"):
-        leftover.unlink()
     if not kept:
         path.unlink()
     return done, kept
@@ -216,7 +218,7 @@ def _write(path: Path, data: bytes, beside: Path | None = None) -> None:
 
 
 def _temporary(folder: Path, path: Path, data: bytes) -> Path:
-    temporary = folder / f".writing-{os.getpid()}-{path.name}"
+    temporary = folder / f"{WRITING}{path.name}"
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
