@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kit import observation
-from kit.batch_tree import leaves
-from kit.fix import fix_at, is_foreign_to_user
+from kit.batch_tree import leaves, replaced
+from kit.fix import SKILLS, fix_at, is_foreign_to_user
 from kit.state import preserved, undisturbed
 from kit.target import Target, seed_everything
 
@@ -69,6 +69,13 @@ class UserError(Exception):
             if not is_foreign_to_user(frame.filename):
                 return fix_at(frame.filename, frame.lineno or 1, text)
         return None
+
+
+def raised_here(error: Exception) -> bool:
+    """Tell whether a mistake is the bundle's own: its last frame is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    path = Path(frames[-1].filename) if frames else Path()
+    return SKILLS in path.parents and path.parent.name in ("scripts", "kit")
 
 
 def id_of_error(error: Exception) -> str:
@@ -180,6 +187,8 @@ class Evidence:
         except (UserError, CannotJudge):
             raise
         except Exception as error:
+            if raised_here(error):
+                raise
             raise UserError(error) from error
 
     # Losses and outputs --------------------------------------------------------------------------
