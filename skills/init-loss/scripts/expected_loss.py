@@ -57,7 +57,7 @@ def _classes(term: Term) -> Start:
     scores, here = term.scores, _present(term.scores)
     counts = here.sum(-1).clamp(min=1).double()
     share = term.weights * term.mass
-    total = share.sum().clamp(min=1e-300)
+    total = _nonzero(share.sum())
     if term.hard and not term.options.get("label_smoothing") and not _by_class(term):
         prior = torch.zeros(term.classes, dtype=torch.float64)
         prior.index_add_(0, term.labels, term.weights / total)
@@ -67,7 +67,7 @@ def _classes(term: Term) -> Start:
     average = (share[:, None] * filled).sum(0) / total
     seen = prior > 0
     entropy = -float((prior[seen] * prior[seen].log()).sum())
-    effective = float(total) ** 2 / max(float(share.square().sum()), 1e-300)
+    effective = float(total) ** 2 / float(_nonzero(share.square().sum()))
     entropy += (int(seen.sum()) - 1) / (2 * effective)  # Miller and Madow: few rows hide entropy
     lse = scores.logsumexp(-1)
     level = float((share * lse).sum() / total) if term.normalised else 0.0
@@ -108,10 +108,18 @@ def _constant(average: Any, prior: Any, term: Term) -> float:
     return level - float((prior * average).sum())
 
 
+def _nonzero(value: Any) -> Any:
+    """Give 1 in the place of 0: a loss of negative sign has negative weights."""
+    import torch
+
+    return torch.where(value == 0, 1.0, value)
+
+
 def _binary(term: Term) -> Start:
     from torch.nn.functional import softplus
 
     scores, pull = term.scores, term.weights * term.mass
+    pull = pull / _nonzero(pull.sum())
     up, down = (pull * term.labels).sum(0), (pull * (1 - term.labels)).sum(0)
     total = float((up + down).sum()) or 1e-300
     rows = max(len(scores), 1)
@@ -138,7 +146,7 @@ def _binary(term: Term) -> Start:
 def _values(term: Term) -> Start:
     labels, scores, rule = term.labels, term.scores, term.options["rule"]
     weights = term.weights * term.mass
-    total = weights.sum(0).clamp(min=1e-300)
+    total = _nonzero(weights.sum(0))
     mean = (weights * labels).sum(0) / total
     median = labels.median(0).values
     found = []

@@ -177,7 +177,7 @@ def _judge_scores(
 ) -> None:
     """Judge a loss of classes or of yes and no."""
     said = f"{f.loss:.4f}, expected {f.expected:.4f} ({f.expectation})"
-    high = f.excess > limits["logit-scale"] and not f.close
+    high = f.excess > limits["logit-scale"] and not f.close and not _is_contrastive(f)
     low = f.excess < limits["initial-loss"] and not f.close
     verdict, message, fix, limit = "pass", said, None, [LOW, HIGH]
     if not f.first.term.normalised:
@@ -194,6 +194,8 @@ def _judge_scores(
         verdict, message = _judge_low(f, said, trained, limits["initial-loss"])
         limit = limits["initial-loss"]
         fix = _line(f, "see what the scores know of these labels") if verdict == "fail" else None
+    elif _is_contrastive(f) and f.excess > HIGH:
+        message = f"{said}: higher by the temperature; label i is row i, whose scores have one"
     elif not (LOW <= f.excess <= HIGH or f.close):
         message = f"{said}: outside {LOW} to {HIGH} but no fault, {_why_between(f)}"
     report.check(
@@ -303,12 +305,12 @@ def _judge_bias(
         verdict, message = "skipped", trained or "labels are places in the batch"
     elif high and _cause(target, f) == "bias":
         verdict = "fail"
-        message += f", but constant scores cost {f.constant:.4f}"
+        message += f", the head's cost {f.constant:.4f}"
         fix = head_line(target, f.first.term, f"set its bias to {_bias(f)}")
     elif gain <= limit:
         verdict, message = "skipped", f"labels are even enough, their entropy is {f.prior:.4f}"
     elif f.follows_prior:
-        message += ", which the head's constant scores hold"
+        message += ", and the head's do"
     elif head is not None and getattr(head, "bias", None) is not None:
         place = head_line(target, f.first.term, "")
         at = f" ({place['file']}:{place['line']})" if place else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from fixed_batch import FixedBatch
 
 from kit.batch_tree import replaced
 from kit.loss_terms import Term, terms, value_costs
-from kit.observation import observe
+from kit.observation import LossCall, Observation
 from kit.target import Target
 
 LOOKS_AROUND = re.compile(
@@ -33,33 +34,38 @@ class Floor:
     """Share of rows whose label can be right; of elements, for binary; nan without such labels."""
     prior: float
     """What constant scores reach."""
+    blind: float = math.nan
+    """What scores that see no input but a row's place in its example reach."""
     note: str = ""
 
 
 def visible(
-    target: Target, fixed: FixedBatch, term: Term, labels: int, calls: int = 1
-) -> tuple[list[Any], str]:
+    target: Target,
+    fixed: FixedBatch,
+    term: Term,
+    calls: list[LossCall],
+    watch: Callable[[Any], Observation],
+) -> tuple[list[Any], list[Any], str]:
     """Name what each row of a term sees: rows of one name cannot be told apart by their inputs.
 
-    labels: how many the caller gave in all, ignored ones included, in so many calls (one for each
-    place of a sequence, when there are several). Returns the names and a note.
+    `calls` made the term; `watch` observes the loss of a batch. Returns the names, those that are
+    left when all inputs are constant (the row's place in its example), and a note.
     A row of a sequence sees the tokens up to its own, or all of them, as the model does. Where
     every row's scores depend on its own token alone in a model without a layer that looks around,
     the token is its name.
     """
     inputs = [t for _, t in fixed.inputs() if t.dim() and t.shape[0] == fixed.size]
-    if not inputs or labels % fixed.size:
-        return list(range(len(term.rows))), ""
-    each = labels // fixed.size
+    rows, each = _places(term, calls, fixed.size)
+    if not inputs or rows is None:
+        alone = list(range(len(term.rows)))
+        return alone, alone, ""
+    places = [place for _, place in rows]
     length = next((t.shape[1] for t in inputs if t.dim() > 1 and t.shape[1] - each in (0, 1)), 0)
-    rows = [divmod(int(row), each) for row in term.rows]
-    if calls > 1 and labels == calls * fixed.size:
-        rows = [(int(row) % fixed.size, int(row) // fixed.size) for row in term.rows]
     if each == 1 or not length:
         whole = [_name(inputs, b) for b in range(fixed.size)]
-        return [(whole[b], place) for b, place in rows], ""
+        return [(whole[b], place) for b, place in rows], places, ""
     along = [t for t in inputs if t.dim() > 1 and t.shape[1] == length]
-    if _is_causal(target, fixed, term, rows):
+    if _is_causal(fixed, term, rows, watch):
         names = [_name([t[b, : place + 1] for t in along]) for b, place in rows]
     else:
         names = [(_name(inputs, b), place) for b, place in rows]
@@ -67,10 +73,31 @@ def visible(
     if _sees_only(term, own, names):
         looks = [m for m in target.model.modules() if LOOKS_AROUND.search(type(m).__name__)]
         if not looks:
-            return own, "every score depends on its own token alone"
+            return own, places, "every score depends on its own token alone"
         note = f"every score depends on its own token alone, in spite of {type(looks[0]).__name__}"
-        return names, note
-    return names, ""
+        return names, places, note
+    return names, places, ""
+
+
+def _places(
+    term: Term, calls: list[LossCall], size: int
+) -> tuple[list[tuple[int, int]] | None, int]:
+    """Find each row's example and place in it, and the places of an example.
+
+    Of several calls with a label an example, each is a place; those on the same scores are one.
+    """
+    labels = sum(call.raw_labels.numel() for call in calls)
+    labels //= 1 if term.hard else term.classes
+    if labels % size or not labels:
+        return None, 0
+    each = labels // size
+    if len(calls) > 1 and each == len(calls):
+        same = [
+            next(j for j, other in enumerate(calls) if other.raw_scores is call.raw_scores)
+            for call in calls
+        ]
+        return [(int(row) % size, same[int(row) // size]) for row in term.rows], each
+    return [divmod(int(row), each) for row in term.rows], each
 
 
 def _name(tensors: list[Any], row: int | None = None) -> bytes:
@@ -78,7 +105,9 @@ def _name(tensors: list[Any], row: int | None = None) -> bytes:
     return b"|".join(part.detach().cpu().double().contiguous().numpy().tobytes() for part in parts)
 
 
-def _is_causal(target: Target, fixed: FixedBatch, term: Term, rows: list[Any]) -> bool:
+def _is_causal(
+    fixed: FixedBatch, term: Term, rows: list[Any], watch: Callable[[Any], Observation]
+) -> bool:
     """Tell whether the scores of earlier places stay when the last place of the inputs changes."""
     last = max(place for _, place in rows)
     changed = {}
@@ -91,7 +120,7 @@ def _is_causal(target: Target, fixed: FixedBatch, term: Term, rows: list[Any]) -
         return False
     with_change = [
         t
-        for t in terms(observe(target, replaced(fixed.copy(), changed), catch=True))
+        for t in terms(watch(replaced(fixed.copy(), changed)))
         if t.where == term.where and t.scores.shape == term.scores.shape
     ]
     if not with_change:

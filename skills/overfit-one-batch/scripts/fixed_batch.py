@@ -38,7 +38,10 @@ class FixedBatch:
         return replaced(self.batch, {path: t.clone() for path, t in leaves(self.batch)})
 
     def inputs(self) -> list[tuple[str, Any]]:
-        return [(p, t) for p, t in leaves(self.batch) if self.roles.get(p) in ("input", "both")]
+        """List what moves the scores; with a head that begins at 0, what may move them later."""
+        every = leaves(self.batch)
+        seen = [(p, t) for p, t in every if self.roles.get(p) in ("input", "both")]
+        return seen or [(p, t) for p, t in every if self.roles.get(p) == "unused" and t.dim()]
 
     def without_inputs(self) -> Any | None:
         """Give the batch with constant inputs; None when an input is also a label, or none is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from kit.batch_tree import leaves, replaced
 from kit.loss_terms import Term, terms
 from kit.observation import Observation, observe
 from kit.state import preserved
-from kit.target import Target
+from kit.target import Target, seed_everything
 
 BASELINE_STEPS = 60
 SLOW = 0.05
 """Share of the first loss that may be left when every label is right and it still falls."""
+FEW = 0.01
+"""Share of labels that may be wrong then: a pixel or two of an image."""
 FACTORS = (1.0, 3.0, 1 / 3)
 """Learning rates tried, over the first."""
 
@@ -79,7 +82,7 @@ class Case:
         """Tell whether every label is right and the loss low, only slow: it still falls after all
         steps, or label i is row i (contrastive), whose scores are bounded."""
         last = self.best.last
-        right = not math.isnan(last.accuracy) and last.accuracy >= self.best_accuracy - 1e-9
+        right = not math.isnan(last.accuracy) and last.accuracy >= self.best_accuracy - FEW
         low = last.loss - last.floor < SLOW * abs(self.start.loss)
         falls = self.best.ended in ("steps", "time") and still_falls(self.best)
         return right and low and (falls or any(map(_is_contrastive, self.terms)))
@@ -122,6 +125,13 @@ class Case:
     def look(self, step: int, seen: Observation) -> Look:
         return look_at(step, seen, {key: floor.loss for key, floor in self.floors.items()})
 
+    @property
+    def blind(self) -> float:
+        """What scores without inputs can reach, over the known terms; nan for values."""
+        if any(term.kind == "values" for term in self.terms):
+            return math.nan
+        return self._sum({key: floor.blind for key, floor in self.floors.items()})
+
     def _sum(self, losses: dict[Any, float]) -> float:
         weight = [float((t.weights * t.mass).sum()) for t in self.terms]
         values = [losses[(t.where, t.function)] for t in self.terms]
@@ -138,32 +148,43 @@ def prepare(target: Target, *, examples: int, tokens: int) -> Case:
         fixed = choose(target, examples, tokens)
         calls = [observe(target, fixed.copy()) for _ in range(2)]
         inside = shuffled_inside(*calls)
-        random = _differ(calls)
-        quiet_calls = False
+        random, quiet_calls = _differ(calls), False
         if random:
             with no_functional_dropout():
                 calls = [observe(target, fixed.copy()) for _ in range(2)]
             quiet_calls = not _differ(calls)
             random = not quiet_calls
-        first = calls[0]
-        known = terms(first)
-        floors = {}
-        for term in known:
-            own = [call for call in first.calls if call.where == term.where]
-            labels = sum(call.raw_labels.numel() for call in own)
-            labels //= term.classes if term.kind != "classes" or not term.hard else 1
-            names, note = visible(target, fixed, term, labels, len(own))
-            floor = floor_of(term, names)
-            floor.note = note
-            floors[(term.where, term.function)] = floor
+        with no_functional_dropout() if quiet_calls else contextlib.nullcontext():
+            watch = partial(_watch, target, random)
+            first = watch(fixed.copy())
+            known = terms(first)
+            floors = {
+                (term.where, term.function): _floor(target, fixed, term, first, watch)
+                for term in known
+            }
     outside, compared = changed_at_second_read(target, fixed)
-    has_graph = first.loss.requires_grad
+    real = real_steps.take(target, fixed.copy) if first.loss.requires_grad else None
     case = Case(
         target, fixed, random, quiet_calls, inside or outside, compared, first, known, floors,
-        real_steps.take(target, fixed.copy) if has_graph else None, Look(0, 0.0, 0.0, 0.0, 0.0),
+        real, Look(0, 0.0, 0.0, 0.0, 0.0),
     )  # fmt: skip
     case.start = case.look(0, first)
     return case
+
+
+def _watch(target: Target, random: bool, batch: Any) -> Observation:
+    """Observe with the random numbers that training draws at every step."""
+    if random:
+        seed_everything(0)
+    return observe(target, batch, catch=True)
+
+
+def _floor(target: Target, fixed: FixedBatch, term: Term, first: Observation, watch: Any) -> Floor:
+    own = [c for c in first.calls if c.where == term.where and c.function == term.function]
+    names, places, note = visible(target, fixed, term, own, watch)
+    floor = floor_of(term, names)
+    floor.blind, floor.note = floor_of(term, places).loss, note
+    return floor
 
 
 def _is_contrastive(term: Term) -> bool:

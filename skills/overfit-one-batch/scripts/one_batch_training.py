@@ -14,7 +14,7 @@ from batch_floor import accuracy_of
 from kit.loss_terms import Term, terms
 from kit.observation import Observation, observe
 from kit.state import preserved
-from kit.target import Target
+from kit.target import Target, seed_everything
 
 LOOK_EVERY = 10
 """Steps between two looks at terms and accuracy."""
@@ -120,19 +120,16 @@ def trainable(target: Target) -> list[Any]:
 
 def train(target: Target, copy: Callable[[], Any], lr: float, plan: Plan) -> Attempt:
     """Train on copies of a batch and put everything back."""
-    import torch
-
     attempt = Attempt(lr)
     with preserved(target):
         quiet(target)
         parameters = trainable(target)
         optimizer = WideAdamW(parameters, lr) if parameters else None
-        torch.manual_seed(0)
-        state = torch.get_rng_state()
+        seed_everything(0)
         step, until = 0, plan.steps
         while True:
             if plan.random:
-                torch.set_rng_state(state)
+                seed_everything(0)
             if step % LOOK_EVERY == 0 or step == until:
                 seen = observe(target, copy())
                 attempt.looks.append(plan.look(step, seen))

@@ -80,6 +80,9 @@ def _doubled(case: Case, limit: float) -> tuple[str, float] | None:
     for call in case.first.calls:
         if call.result is None or not call.share:
             continue
+        to_classes = call.function == "cross_entropy" and call.scores.shape[-1] > 1
+        if to_classes and call.origin == "sigmoid" and not case.passed:
+            return "cross_entropy gets a sigmoid", double_softmax_floor(call.scores.shape[-1])
         if call.is_double_softmax and call.scores.shape[-1] > 1:
             return "cross_entropy gets a softmax", double_softmax_floor(call.scores.shape[-1])
     for term in case.terms:
@@ -141,8 +144,8 @@ def _judge_floor(report: Report, case: Case, limits: dict[str, float], doubled: 
         said += "; the loss is not finite"
     elif case.unbounded:
         verdict = "unclear"
-        said = f"{last.total:.4f} after {last.step} steps: a likelihood with a free variance has "
-        said += "no lower bound, so that there is no floor to reach"
+        said = f"{last.total:.4f} after {last.step} steps: the loss goes below 0 and its bound is "
+        said += "not known; a likelihood with a variance of its own has none"
     elif case.passed and case.alone is best:
         said += "; the known terms alone: the other terms hold the whole loss up"
     elif not case.passed and case.nearly:
@@ -181,6 +184,11 @@ def _hint(case: Case) -> str:
         return broadcast
     if any(not term.normalised for term in case.terms):
         return "nll_loss wants log-probabilities and gets raw scores: it has no lower bound"
+    if case.best.gradient == 0:
+        return "no gradient reaches a parameter"
+    if not math.isnan(last.accuracy) and last.accuracy >= case.best_accuracy - 1e-9:
+        largest = max(float(t.scores.abs().max()) for t in last.terms)
+        return f"every label is right, but no score is larger than {largest:.2f}: a bounded layer?"
     near = not math.isnan(case.prior) and abs(last.loss - case.prior) < 0.02 * max(case.prior, 1.0)
     if near:
         return f"the entropy of its labels is {case.prior:.4f}: the inputs seem to be ignored"
@@ -218,7 +226,12 @@ def _judge_inputs(report: Report, case: Case, limit: float) -> None:
     said += f" (constant scores {case.prior:.4f})" if case.terms else ""
     verdict, fix = "pass", None
     alike = abs(seen - low) < limit * max(abs(low), 1e-12)
-    if case.passed and low - last.floor < max(case.near, case.share * abs(case.start.loss)):
+    if case.random and low < 0.9 * case.blind - case.near:
+        verdict = "fail"
+        said = f"{seen:.4f} with its inputs, {low:.4f} with constant ones, which allow "
+        said += f"{case.blind:.4f}: random numbers tell the examples apart, noise for inputs?"
+        fix = fix_in(case.target.loss_fn, "give the model the inputs of the batch")
+    elif case.passed and low - last.floor < max(case.near, case.share * abs(case.start.loss)):
         verdict, said = "skipped", f"{said}: the labels of the batch are alike"
     elif not case.passed and alike and not _stuck_at_start(case):
         verdict = "fail"
