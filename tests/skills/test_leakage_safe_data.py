@@ -686,3 +686,48 @@ def test_the_same_seed_gives_the_same_report(monkeypatch, capfd, tmp_path):
     words = ["--table", "t.csv", "--target", "y", "--split", "split", "--seed", "3", "--json"]
     reports = [json.loads(run(monkeypatch, capfd, tmp_path, *words)[1]) for _ in range(2)]
     assert reports[0]["checks"] == reports[1]["checks"] and reports[0]["verdict"] == "pass"
+
+
+# Samples of a project
+
+
+def images(draw, count):
+    inputs = draw.normal(size=(count, 2, 5, 5)).astype(np.float32)
+    return {"inputs": inputs, "labels": draw.integers(0, 4, count)}
+
+
+@pytest.mark.parametrize("fault", [None, "copies", "pixel"])
+def test_samples_of_a_project_are_judged_as_rows(fault):
+    from types import SimpleNamespace as Space
+
+    samples = importlib.import_module("sample_rows")
+    draw = np.random.default_rng(0)
+    train, val = images(draw, 300), images(draw, 90)
+    if fault == "copies":
+        val["inputs"][:9], val["labels"][:9] = train["inputs"][:9], train["labels"][:9]
+    if fault == "pixel":
+        for side in (train, val):
+            side["inputs"][:, 1, 2, 3] = np.array([5.0, 1.0, 9.0, 3.0])[side["labels"]]
+    found = judged(samples.rows_of_samples(Space(train=train, val=val), 0))
+    wrong = {id for id, finding in found.items() if finding.verdict == "fail"}
+    assert (
+        wrong
+        == {None: set(), "copies": {"leak-duplicates"}, "pixel": {"leak-single-feature"}}[fault]
+    )
+    if fault == "pixel":
+        assert "inputs[38]" in found["leak-single-feature"].message
+
+
+def test_samples_of_many_or_missing_labels_are_judged_too():
+    from types import SimpleNamespace as Space
+
+    samples = importlib.import_module("sample_rows")
+    draw = np.random.default_rng(1)
+    sides = []
+    for count in (200, 60):
+        labels = draw.normal(size=(count, 4))
+        labels[0], labels[1, 2] = np.nan, np.nan
+        sides.append({"input_ids": draw.integers(0, 50, (count, 6)), "labels": labels})
+    rows = samples.rows_of_samples(Space(train=sides[0], val=sides[1]), 0)
+    assert (len(rows.train), len(rows.test), rows.classes) == (199, 59, [])
+    assert failed(rows) == set()

@@ -492,3 +492,42 @@ def test_foreign_batches_are_built_twice_and_compared(tmp_path):
     done = processes.run(SCRIPT, "--target", "unseeded.py:build", "--json", cwd=tmp_path)
     report = json.loads(done.stdout)
     assert done.returncode == 1 and report["checks"][0]["value"] == 12, done.stderr
+
+
+LABELS = """
+import torch
+
+LEAK = {leak}
+
+
+def build():
+    g = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(600, 6, generator=g), torch.randint(3, (600,), generator=g)
+
+    def transform(inputs, labels):
+        if LEAK:
+            inputs = torch.cat([inputs, torch.nn.functional.one_hot(labels, 3).float()], 1)
+        else:
+            inputs = torch.cat([inputs, inputs[:, :3]], 1)
+        return [{{"x": x, "y": y}} for x, y in zip(inputs.split(20), labels.split(20))]
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    loss = lambda m, b: torch.nn.functional.cross_entropy(m(b["x"]), b["y"])
+    return dict(model=model, batches=transform(inputs, labels), loss_fn=loss,
+                optimizer=torch.optim.AdamW(model.parameters(), 3e-3),
+                data=(inputs, labels, transform))
+"""
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_a_targets_model_cannot_learn_shuffled_labels(tmp_path, leak):
+    (tmp_path / "labels.py").write_text(LABELS.format(leak=leak))
+    done = processes.run(SCRIPT, "--target", "labels.py:build", "--json", cwd=tmp_path)
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    check = {c["id"]: c for c in report["checks"]}["leak-shuffled-labels"]
+    assert check["verdict"] == ("fail" if leak else "pass"), check
+    assert done.returncode == int(leak)
+    if leak:
+        assert report["numbers"]["inflation"]["leak-shuffled-labels"] > 0.5

@@ -14,7 +14,7 @@ from table_models import auc, auc_deviation, bins_of, folds_of, out_of_fold, r2,
 from table_reading import Column
 from table_split import Rows
 
-ROWS_SCORED = 200_000
+ROWS_SCORED = 50_000
 COLUMNS_SCORED, ROWS_SKIMMED = 300, 20_000
 BY_CHANCE = 0.01
 """Probability, over all columns, below which a score is no luck."""
@@ -64,7 +64,7 @@ def _promising(rows: Rows, chosen: Any) -> list[Column]:
     """
     if len(rows.features) <= COLUMNS_SCORED:
         return rows.features
-    target = rows.one_hot[chosen[:ROWS_SKIMMED]]
+    target = rows.one_hot[chosen[:ROWS_SKIMMED]][:, rows.main_targets]
     target = target - target.mean(axis=0)
     strength = np.zeros(len(rows.features))
     for start in range(0, len(rows.features), COLUMNS_SCORED):
@@ -100,14 +100,14 @@ def _pieces(column: Column) -> list[Column]:
 def _score(rows: Rows, column: Column, chosen: Any, fold: Any) -> Scored:
     values, category = column.values, column.levels is not None
     known = ~np.isnan(values)
-    target = rows.one_hot[chosen]
+    target = rows.one_hot[chosen][:, rows.main_targets]
     bins = bins_of(values, category=category)
     predicted = out_of_fold(bins, target, fold)
     if rows.classes:
         each = [auc(predicted[:, k], target[:, k] > 0) for k in range(target.shape[1])]
         best = float(np.mean(each))
         if len(rows.classes) == 2 and not category and known.all():
-            plain = auc(values, target[:, 1] > 0)
+            plain = auc(values, target[:, 0] > 0)
             best = max(best, plain, 1 - plain)
         return Scored(column.name, best, "AUC")
     explained = r2(predicted[:, 0], target[:, 0])
@@ -171,7 +171,7 @@ def check_encodings(rows: Rows) -> Finding:
     """Judge columns that hold the mean target of their category, also smoothed, over all rows."""
     found: list[tuple[float, Column, str, int, Any]] = []
     own: list[str] = []
-    targets = rows.one_hot if len(rows.classes) != 2 else rows.one_hot[:, 1:]
+    targets = rows.one_hot[:, rows.main_targets]
     groups = _groups(rows)
     for column in rows.features:
         values = column.values

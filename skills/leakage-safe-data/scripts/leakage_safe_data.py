@@ -253,7 +253,7 @@ def of_project(call: cli.Invocation, report: Report) -> None:
     call.expect(None, "then about 0.1 s a MB of text")
     built = call.load_target()
     if built.kind == "foreign":
-        of_foreign(report, built)
+        of_foreign(call, report, built)
         return
     corpus = built.runtime.corpus
     with preserved(built), user_code("reading the project's data"):
@@ -275,14 +275,16 @@ def of_project(call: cli.Invocation, report: Report) -> None:
     )
 
 
-def of_foreign(report: Report, built: Any) -> None:
+def of_foreign(call: cli.Invocation, report: Report, built: Any) -> None:
     """Judge the batches of a target: what they are made of is in files or tables of its own."""
     from severities import deliver
+    from target_labels import check_shuffled_labels
     from target_order import check_target_order
 
-    with preserved(built), user_code("reading the batches of the target"):
-        finding, count = check_target_order(built)
-    deliver(report, [finding])
+    with preserved(built), user_code("the batches and the model of the target"):
+        finding, count = check_target_order(built, call.args.seed or 0)
+        shuffled = check_shuffled_labels(built, call.progress)
+    deliver(report, [finding, shuffled])
     report.summary = f"{count} samples of the target's batches"
     report.next.append("its files: --train PATH --test PATH, or --table FILE --target COLUMN")
 

@@ -6,17 +6,16 @@ from typing import Any
 
 import numpy as np
 from table_reading import Column, spread
-from table_split import Rows
+from table_split import MAX_CLASSES, Rows
 
 IGNORED = -100
-MANY_CLASSES = 1000
 
 
 def rows_of_samples(samples: Any, seed: int) -> Rows:
     """Lay training and held-out samples below one another; each value of a sample is a column.
 
     A sample with several labels gets their mean as its target, left-out ones apart; one without
-    any is left out.
+    any is left out. More classes than MAX_CLASSES are taken as values.
     """
     sides = [samples.train, samples.val]
     labels = [_one_label(np.asarray(side["labels"])) for side in sides]
@@ -30,9 +29,9 @@ def rows_of_samples(samples: Any, seed: int) -> Rows:
     target = np.concatenate([values[rows] for values, rows in zip(labels, kept, strict=True)])
     raw = np.asarray(samples.train["labels"])
     classes, numbers = [], target
-    if raw.ndim == 1 and raw.dtype.kind in "iu":
-        distinct = np.unique(target)
-        classes = [f"{value:g}" for value in distinct[:MANY_CLASSES].tolist()]
+    distinct = np.unique(target)
+    if raw.ndim == 1 and raw.dtype.kind in "iu" and len(distinct) <= MAX_CLASSES:
+        classes = [f"{value:g}" for value in distinct.tolist()]
         numbers = np.searchsorted(distinct, target)
     train = np.arange(len(kept[0]))
     test = np.arange(len(kept[0]), len(target))

@@ -12,6 +12,7 @@ from table_reading import Column, Table, times_of
 from kit.errors import UsageError
 
 MAX_CLASSES = 100
+CLASSES_JUDGED = 10
 FEW_VALUES = 20
 TRAIN_WORDS = re.compile(r"tr(ain(ing)?)?", re.IGNORECASE)
 HELD_OUT_WORDS = re.compile(
@@ -55,6 +56,16 @@ class Rows:
         if not self.classes:
             return self.labels[:, None]
         return (self.labels[:, None] == np.arange(len(self.classes))).astype(float)
+
+    @property
+    def main_targets(self) -> list[int]:
+        """Columns of one_hot that are judged: both classes are told by one, of many the largest."""
+        if not self.classes:
+            return [0]
+        if len(self.classes) == 2:
+            return [1]
+        counts = np.bincount(self.labels, minlength=len(self.classes))
+        return np.sort(np.argsort(-counts, kind="stable")[:CLASSES_JUDGED]).tolist()
 
     def chance(self, rows: Any) -> float:
         """Accuracy on some rows of naming the commonest class of train; 0 (R2) for values."""
