@@ -18,8 +18,10 @@ import torch
 from skills.targets import processes
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import LabelSmoother
 
 from kit.errors import UsageError
+from kit.hf_trainer import _Smoothing
 from kit.joined_optimizer import JoinedOptimizer
 from kit.state import preserved
 from kit.target import load_target
@@ -125,6 +127,22 @@ def test_label_smoothing_of_the_trainer_is_in_the_loss(tmp_path):
         float(expected), abs=1e-6
     )
     assert "labels" in batch  # compute_loss takes them out of a copy
+    trainer = target.loss_fn.trainer
+    assert type(trainer.label_smoother) is LabelSmoother
+    own = trainer.compute_loss(target.model, dict(batch), num_items_in_batch=torch.tensor(6))
+    assert float(own.detach()) == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [None, torch.tensor(7)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_smoothing_by_cross_entropy_is_that_of_transformers(count, shifted):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5, 4, dtype=torch.float64), torch.randint(0, 4, (2, 5))
+    labels[0, 2:] = -100
+    output = {"logits": logits}
+    theirs = LabelSmoother(0.2)(output, labels, shifted, count)
+    ours = _Smoothing(0.2, -100)(output, labels, shifted, count)
+    assert torch.allclose(theirs, ours, atol=1e-6)  # theirs sums in float32
 
 
 def test_a_plain_dataloader_is_taken_from_the_trainer(tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .batches import device_of, to_device
@@ -107,6 +108,35 @@ def _own(trainer: Any, name: str) -> bool:
     return method is not None and not method.__module__.startswith("transformers.")
 
 
+@dataclass(frozen=True)
+class _Smoothing:
+    """What transformers' LabelSmoother computes, by the cross entropy that checks can read."""
+
+    epsilon: float
+    ignore_index: int
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Any,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        import torch
+
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, -2),
+            labels.flatten(),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.epsilon,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
 class _Loss:
     """loss_fn(model, batch) by the Trainer's compute_loss."""
 
@@ -118,9 +148,17 @@ class _Loss:
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        with self.autocast(model):
-            inputs, count = self.prepared(model, batch)
-            return self.trainer.compute_loss(model, inputs, **count)
+        smoother = getattr(self.trainer, "label_smoother", None)
+        known = type(smoother).__module__.startswith("transformers.")
+        if known:
+            self.trainer.label_smoother = _Smoothing(smoother.epsilon, smoother.ignore_index)
+        try:
+            with self.autocast(model):
+                inputs, count = self.prepared(model, batch)
+                return self.trainer.compute_loss(model, inputs, **count)
+        finally:
+            if known:
+                self.trainer.label_smoother = smoother
 
     def prepared(self, model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Give the batch on the model's device, a copy: compute_loss takes the labels out of it."""
