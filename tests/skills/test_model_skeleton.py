@@ -17,6 +17,7 @@ SCRIPTS = ROOT / "skills" / "model-skeleton" / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import model_skeleton  # noqa: E402
+
 from kit.report import Report  # noqa: E402
 from kit.target import load_target  # noqa: E402
 
@@ -79,7 +80,8 @@ FAULTS = {
         "trace-nonfinite", "the batch holds it, batch 0", None,
     ),
     "heads split by a view alone": (
-        DECODER, "t.view(batch, length, HEADS, -1).transpose(1, 2)", "t.reshape(batch, HEADS, length, -1)",
+        DECODER, "t.view(batch, length, HEADS, -1).transpose(1, 2)",
+        "t.reshape(batch, HEADS, length, -1)",
         "trace-shape", "the dim of 10 positions moved", "t.reshape(batch, HEADS, length, -1)",
     ),
     "batch and positions swapped by a view": (
@@ -89,8 +91,10 @@ FAULTS = {
         "trace-shape", "", "x.reshape(x.shape[1]",
     ),
     "attention over the batch": (
-        DECODER, "weights @ v).transpose(1, 2)", "weights @ v).mean(0, True).expand_as(v).transpose(1, 2)",
-        "trace-shape", "an example changes what others get, first in blocks.0.attention", ".mean(0, True)",
+        DECODER, "weights @ v).transpose(1, 2)",
+        "weights @ v).mean(0, True).expand_as(v).transpose(1, 2)",
+        "trace-shape", "an example changes what others get, first in blocks.0.attention",
+        ".mean(0, True)",
     ),
     "predictions [N, 1] against labels [N]": (
         ROWS, "self.last(hidden).squeeze(-1)", "self.last(hidden)",
@@ -110,7 +114,8 @@ FAULTS = {
     ),
     "a shape that does not fit": (
         DECODER, ".reshape(batch, length, WIDTH)", ".reshape(batch, length, WIDTH + 1)",
-        "trace-shape", "raised RuntimeError in blocks.0.attention (Attention)", ".reshape(batch, length",
+        "trace-shape", "raised RuntimeError in blocks.0.attention (Attention)",
+        ".reshape(batch, length",
     ),
     "a detach between blocks": (
         DECODER, *third("x = x.detach()"),
@@ -122,7 +127,8 @@ FAULTS = {
     ),
     "no_grad in the forward": (
         DECODER, "        for block in self.blocks:\n            x = block(x)\n",
-        "        with torch.no_grad():\n            for block in self.blocks:\n                x = block(x)\n",
+        "        with torch.no_grad():\n"
+        "            for block in self.blocks:\n                x = block(x)\n",
         "trace-detached", "runs where gradients are off", None,
     ),
     "a way through NumPy": (
@@ -383,14 +389,17 @@ CUTS = {
         {"wiring-registered": 'add `"rows": "curry_train.models.rows:Rows",` to MODELS'},
     ),
     "sentence, test and loss": (
-        [(MODEL_FILE, '    """Width."""\n', ""), ("tests/test_rows.py", "import Rows", "import Other"),
+        [(MODEL_FILE, '    """Width."""\n', ""), ("tests/test_rows.py", "import Rows",
+        "import Other"),
          (MODEL_FILE, LOSS, 'class_sums(self(batch["inputs"]), batch["labels"].clamp(min=0))')],
         {"wiring-config": "write a sentence under it, as a string", "wiring-test": "write a test",
          "wiring-loss": "skip labels of -100"},
     ),
     "files and values": (
-        [("configs/model/rows.yaml", "rows", "decoder"), (DATA_FILE, ".argmax(1)", ".argmax(1) - 5")],
-        {"wiring-yaml": "write it, first line `architecture: rows`", "wiring-dataset": "missing label"},
+        [("configs/model/rows.yaml", "rows", "decoder"), (DATA_FILE, ".argmax(1)",
+        ".argmax(1) - 5")],
+        {"wiring-yaml": "write it, first line `architecture: rows`",
+        "wiring-dataset": "missing label"},
     ),
     "a method": (
         [(MODEL_FILE, "    def tie_weights", "    def other")],
@@ -441,7 +450,8 @@ IN_PROJECT = {
         "trace-shape", "the dim of 128 positions moved", "tiny_moe",
     ),
     "a stream of float32": (
-        "curry_train/models/decoder.py", "        return self.model.embed_tokens(input_ids).to(self.compute_dtype)",
+        "curry_train/models/decoder.py",
+        "        return self.model.embed_tokens(input_ids).to(self.compute_dtype)",
         "        return self.model.embed_tokens(input_ids)",
         "trace-dtype", "the model computes in bfloat16", "tiny_dense",
     ),
