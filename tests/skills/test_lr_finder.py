@@ -74,7 +74,7 @@ def test_noise_does_not_stop_a_sweep_before_it_diverges():
 
 
 def test_the_rate_of_a_tiny_gpt_of_bytes_lies_in_the_accepted_set():
-    report, checks, found = judged(target(rates.byte_gpt), points=200, confirm_steps=12)
+    report, checks, found = judged(target(rates.byte_gpt))
     assert {check["verdict"] for check in checks.values()} == {"pass"}, checks
     assert 8e-4 <= report.numbers["chosen"] <= 8e-3
     low, high = checks["lr-range"]["value"]
@@ -85,7 +85,7 @@ def test_the_rate_of_a_tiny_gpt_of_bytes_lies_in_the_accepted_set():
     )
     rates_tried = [run["rate"] for run in report.numbers["confirmed"]]
     assert rates_tried == pytest.approx([rates_tried[0] * m for m in (1, 2, 4)])
-    assert all(len(run) == 12 for one in report.numbers["confirmed"] for run in one["losses"])
+    assert all(len(run) == 30 for one in report.numbers["confirmed"] for run in one["losses"])
     winner = min(report.numbers["confirmed"], key=lambda run: sum(run["ends"]))
     assert report.numbers["chosen"] == winner["rate"]
 
@@ -253,7 +253,8 @@ def test_the_valley_is_where_the_fall_is():
     # flat to 1e-3, a line in log to 1e-1, then up
     run.smoothed = [2.0] * 50 + [2 - i / 100 for i in range(101)] + [1 + i for i in range(50)]
     lr_sweep.suggest(run)
-    assert run.valley == pytest.approx(1e-2, rel=0.05)
+    # between a quarter and 95 % of the fall, in log: 60 % of the two decades
+    assert run.valley == pytest.approx(10 ** (-3 + 0.6 * 2), rel=0.05)
     assert 1e-3 < run.steepest < 1e-1
     assert lr_sweep.longest_fall([3, 5, 2, 4, 1, 6]) in {(0, 4), (1, 4)}
     assert lr_sweep.longest_fall([1, 2, 3])[0] == lr_sweep.longest_fall([1, 2, 3])[1]

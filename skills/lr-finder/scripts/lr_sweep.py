@@ -27,8 +27,9 @@ RISE = 1e-4
 """Relative rise of such a loss that rounding does not explain."""
 SOLVED = 1e-12
 """Share of the first loss below which the gradient tells more than a loss near its underflow."""
-BEGUN = 0.05
-"""Share of the whole fall at both ends that is no part of the valley: noise, or a solved task."""
+BEGUN, DONE = 0.25, 0.95
+"""Shares of the whole fall between which the valley lies. The first quarter of it is what any small
+rate learns, such as how often each token occurs; the end is noise, or a solved task."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Sweep:
     """Where the loss began to rise for good: of losses without noise the first rate whose step
     raised it, else the rate of the lowest smoothed loss; None where it did not rise."""
     fall: tuple[int, int] | None = None
-    """Indices between which the smoothed loss falls, without 5 % of the fall at each end."""
+    """Indices between which the smoothed loss falls from BEGUN to DONE of its whole way."""
     valley: float | None = None
     """The rate in the middle of the fall."""
     steepest: float | None = None
@@ -225,7 +226,7 @@ def suggest(run: Sweep) -> None:
     fall = run.smoothed[start] - run.smoothed[end]
     if fall <= RISE * abs(run.smoothed[start]):
         return
-    high, low = run.smoothed[start] - BEGUN * fall, run.smoothed[end] + BEGUN * fall
+    high, low = run.smoothed[start] - BEGUN * fall, run.smoothed[start] - DONE * fall
     start = max(i for i in range(start, end) if run.smoothed[i] > high)
     end = min(i for i in range(start, end + 1) if run.smoothed[i] < low)
     run.fall = start, end

@@ -123,10 +123,14 @@ def cut_off(found: Any) -> str:
 
 def falls_at_once(sweep: Any) -> bool:
     """Tell whether the loss falls visibly between the first twentieth of the rates and the next."""
-    count = max(3, len(sweep.losses) // 20)
+    count = max(5, len(sweep.losses) // 20)
     first, second = sweep.losses[:count], sweep.losses[count : 2 * count]
-    drop = statistics.fmean(first) - statistics.fmean(second or first)
-    return drop > VISIBLE * (sweep.smoothed[sweep.fall[0]] - sweep.smoothed[sweep.fall[1]])
+    if len(second) < count:
+        return False
+    drop = statistics.fmean(first) - statistics.fmean(second)
+    error = math.hypot(statistics.stdev(first), statistics.stdev(second)) / math.sqrt(count)
+    whole = sweep.smoothed[0] - min(sweep.smoothed)
+    return drop > VISIBLE * whole and (drop > 3 * error or min(first) > max(second))
 
 
 def confirmed_range(found: Any) -> tuple[float | None, list[float]]:
