@@ -329,6 +329,35 @@ def test_the_hooks_of_a_module_take_part_in_its_step(tmp_path):
         assert torch.allclose(gradients[0], batch.mean(0, keepdim=True) * scale)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "hook"])
+def test_the_gradients_of_a_modules_step_are_there_when_step_is_called(own, tmp_path):
+    body = CONFIGURED.replace("RETURN", "return sgd()")
+    if own:
+        hook = """
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+    def configure_optimizers(self):"""
+        body = body.replace("\n    def configure_optimizers(self):", hook)
+    target = load_text(tmp_path, body)
+    seen, batch = [], target.batches[0]
+    weight = target.model.linear.weight
+    target.optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
+    before = weight.detach().clone()
+    target.train_step(target.model, batch, target.optimizer)
+    assert torch.allclose(seen[0], batch.mean(0, keepdim=True))
+    assert torch.allclose(weight.detach(), before - 0.1 * seen[0])
+
+
+def test_an_optimizer_that_asks_again_gets_a_new_loss(tmp_path):
+    body = CONFIGURED.replace("RETURN", "return torch.optim.LBFGS(self.parameters(), max_iter=3)")
+    body = body.replace("mean()", "square().mean()")
+    target = load_text(tmp_path, body)
+    batch = target.batches[0]
+    first = float(target.loss_fn(target.model, batch).detach())
+    target.train_step(target.model, batch, target.optimizer)
+    assert float(target.loss_fn(target.model, batch).detach()) < 0.5 * first
+
+
 def test_a_modules_evaluation_is_its_validation_step_without_gradients(tmp_path):
     target = load(MODULE, tmp_path)
     seen = []

@@ -197,9 +197,16 @@ class _AutomaticStep:
             return loss
 
         with attached(module, self.trainer):
+            again = closure
+            if type(optimizer).__name__ != "LBFGS":  # which asks for the loss several times
+                loss = closure()  # before step(), where others look at the gradients
+
+                def again() -> Any:
+                    return loss
+
             if _overrides(module, "optimizer_step"):
-                return module.optimizer_step(0, 0, optimizer, closure)
-            return optimizer.step(closure)
+                return module.optimizer_step(0, 0, optimizer, again)
+            return optimizer.step(again)
 
     def hook(self, module: Any, name: str, otherwise: Callable[[], Any], *given: Any) -> None:
         if _overrides(module, name):
