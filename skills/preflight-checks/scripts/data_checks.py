@@ -10,8 +10,8 @@ import warnings
 from typing import Any
 
 from evidence import SEED, CannotJudge, Evidence, Finding, failed, passed, same_tensor, skipped
-from loop_run import cycled, drive, kept
 from repeat_checks import built
+from step_run import cycled, drive, kept
 
 from kit import observation
 from kit.batch_tree import leaves

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from evidence import MORE_BATCHES, Evidence, Finding, failed, passed, skipped
-from loop_run import cycled, drive, kept
+from step_run import cycled, drive, kept
 
 from kit.fix import fix_in
 

@@ -17,8 +17,8 @@ from evidence import (
     passed,
     skipped,
 )
-from loop_run import cycled, drive, flat, forget, gap, kept, unclipped
 from sequence_checks import shift_of
+from step_run import cycled, drive, flat, forget, gap, kept, unclipped
 
 from kit.batch_tree import leaves, replaced
 from kit.fix import fix_at, fix_in

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evidence import CannotJudge, Evidence, Finding, eval_noise, failed, passed, skipped
-from loop_run import cycled, drive, kept
+from step_run import cycled, drive, kept
 
 from kit.fix import caller_line, fix_at, fix_in
 

@@ -136,7 +136,7 @@ def _judged(name: str, check: Callable[[Evidence, Any], Finding], evidence: Evid
         return skipped(str(reason))
     except UserError as error:
         if error.id == name:
-            return failed(f"loss_fn raises {error}", fix=error.fix("see the message"))
+            return failed(f"the code raises {error}", fix=error.fix("see the message"))
         return skipped(f"not judged, the code raises {error}; see {error.id}")
     except Exception as error:
         return unclear(f"the check itself failed: {type(error).__name__}: {error}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from evidence import SEED, CannotJudge, Evidence, Finding, failed, passed
-from loop_run import kept, losses
+from evidence import SEED, CannotJudge, Evidence, Finding, UserError, failed, passed
+from step_run import kept, losses
 
 from kit.errors import UsageError
 from kit.fix import fix_in
@@ -93,19 +93,19 @@ def _project_round_trip(first: Any, second: Any) -> tuple[list[float], list[floa
 
 
 def _foreign_round_trip(evidence: Evidence, first: Any, second: Any) -> tuple[list[float], Any]:
-    torch = evidence.torch
     batches = evidence.batches
     losses(first, batches, 2)
-    saved = io.BytesIO()
     parts = {"model": first.model}
     if first.optimizer is not None:
         parts["optimizer"] = first.optimizer
     if hasattr(first.loss_fn, "state_dict"):
         parts["loss_fn"] = first.loss_fn
-    torch.save({name: part.state_dict() for name, part in parts.items()}, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=False)
-    for name, state in loaded.items():
-        getattr(second, name).load_state_dict(state)
+    for name, part in parts.items():
+        try:
+            getattr(second, name).load_state_dict(copy.deepcopy(part.state_dict()))
+        except Exception as error:
+            raised = UserError(error)
+            raised.id = "checkpoint-round-trip"
+            raise raised from error
     later = batches[2:] + batches[:2]
     return losses(first, later, 2, seed=5), losses(second, later, 2, seed=5)
