@@ -19,6 +19,8 @@ import torch
 
 from curry_train import compose
 
+pytest.register_assert_rewrite("model_checks", "variant_checks")
+
 FRESH = [
     (torch, "empty"),
     (torch, "empty_like"),

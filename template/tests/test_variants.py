@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import variant_checks as checks
 from torch import nn
 
 from curry_train.checkpoint import CheckpointError
@@ -43,6 +44,43 @@ class Scaled(Attention):
             yield "model.num_attention_heads", "two are too few; set 4"
 
 
+class Peeking(Attention):
+    """Sees the mean of the whole sequence."""
+
+    proved = frozenset({"dp"})
+
+    def forward(self, x_BSD, positions):
+        return super().forward(x_BSD + x_BSD.mean(1, keepdim=True), positions)
+
+
+class Idle(Attention):
+    """Has a parameter that nothing reads."""
+
+    proved = frozenset({"dp"})
+
+    def __init__(self, config, layer=0):
+        super().__init__(config, layer)
+        self.idle = nn.Parameter(torch.empty(3))
+
+
+class Local(Attention):
+    """Normalises over the heads of its own rank, and claims to be right under tp."""
+
+    proved = frozenset({"dp", "tp"})
+
+    def heads_of(self, x, norm):
+        return super().heads_of(x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt(), norm)
+
+
+class Wide(RMSNorm):
+    """Answers in float32."""
+
+    proved = frozenset({"dp"})
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
 class Narrow(SwiGLU):
     proved = frozenset()
 
@@ -59,6 +97,9 @@ class Other(TopKRouter):
 def registered(monkeypatch):
     for part, name in zip(PARTS, ("Scaled", "Narrow", "Other", "Half"), strict=True):
         monkeypatch.setitem(VARIANTS, f"{part}.{name.lower()}", f"{HERE}:{name}")
+    for name in ("Peeking", "Idle", "Local"):
+        monkeypatch.setitem(VARIANTS, f"attention.{name.lower()}", f"{HERE}:{name}")
+    monkeypatch.setitem(VARIANTS, "norm.wide", f"{HERE}:Wide")
     monkeypatch.setitem(VARIANTS, "norm.gone", "curry_train.layers.nowhere:Gone")
 
 
@@ -101,7 +142,9 @@ def test_a_variant_says_how_its_parameters_start():
 
 
 def test_a_name_that_is_not_registered_is_told_with_those_that_are():
-    assert "model.norm=nonsense: known are standard, half, gone" in refused("model.norm=nonsense")
+    assert "model.norm=nonsense: known are standard, half, wide, gone" in refused(
+        "model.norm=nonsense"
+    )
 
 
 def test_a_class_that_does_not_load_is_told():
@@ -178,3 +221,24 @@ def test_a_plan_splits_what_ranks_split(layout, monkeypatch):
     wanted = [parts["parameters"] for parts in estimate_ranks(baseline, 2)]
     monkeypatch.setattr("curry_train.layout.chosen", lambda model: {"attention": "any"})
     assert [parts["parameters"] for parts in estimate_ranks(baseline, 2)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("check", "part", "name", "said"),
+    [
+        (checks.sees_nothing_it_should_not, "attention", "peeking", "sees"),
+        (checks.gradient_reaches_every_parameter, "attention", "idle", "idle gets no gradient"),
+        (checks.keeps_shape_and_dtype, "norm", "wide", "bfloat16"),
+        (checks.keeps_shape_and_dtype, "norm", "gone", "nowhere"),
+    ],
+)
+def test_what_variants_are_checked_for_is_seen(check, part, name, said):
+    """The checks that the tests of every variant call fail on a variant with this fault."""
+    with pytest.raises((AssertionError, RuntimeError, ConfigError), match=said):
+        check(part, name)
+
+
+@pytest.mark.dist
+def test_a_variant_that_claims_too_much_is_seen():
+    with pytest.raises(AssertionError, match="NOT equal"):
+        checks.equals_one_process("attention", "local", "tp")
