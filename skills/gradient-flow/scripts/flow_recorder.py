@@ -64,7 +64,8 @@ class Recorder:
         self._stack: list[str] = []
         self._before = ""
         """Module that returned last: tells activations in one forward apart."""
-        self._waiting: list[tuple[str, Tensor, int]] = []
+        self._waiting: list[tuple[str, Tensor]] = []
+        self._first_outputs: list[tuple[str, Tensor, int]] = []
         self._waiting_gradients: list[tuple[str, Tensor]] = []
         self._leaves: set[str] = set()
         self._written: set[str] = set()
@@ -116,6 +117,8 @@ class Recorder:
         self.active, self._backward, self.here = False, True, ""
         with torch.no_grad():
             self._settle()
+        self._written |= {name for name, t, before in self._first_outputs if t._version != before}
+        self._first_outputs.clear()
 
     def _listen(self, name: str, module: nn.Module) -> list[Any]:
         shown = bool(name) and not isinstance(module, NOT_SHOWN)
@@ -160,7 +163,9 @@ class Recorder:
         with torch.no_grad():
             if inputs is not None:
                 self._compare(name, first_float(inputs), values)
-            self._waiting.append((name, values, values._version))
+            self._waiting.append((name, values))
+            if self.looks == 0 and values.numel() <= SMALL:
+                self._first_outputs.append((name, values, values._version))
             # What is written to later, and what is large, is looked at now: nobody knows before
             # the first look.
             if self.looks == 0 or name in self._written or values.numel() > SMALL:
@@ -178,18 +183,15 @@ class Recorder:
         Largest values are taken in the first look only: later ones are told by their norms.
         """
         waiting = self._waiting
-        found = norms_of([values for _, values, _ in waiting])
+        found = norms_of([values for _, values in waiting])
         if self.looks == 0 and waiting:
-            sizes = [torch.linalg.vector_norm(values, math.inf) for _, values, _ in waiting]
-            tops = torch._foreach_max([values for _, values, _ in waiting])
+            sizes = [torch.linalg.vector_norm(values, math.inf) for _, values in waiting]
+            tops = torch._foreach_max([values for _, values in waiting])
             self.largest += [
-                (name, size, top)
-                for (name, *_), size, top in zip(waiting, sizes, tops, strict=True)
+                (name, size, top) for (name, _), size, top in zip(waiting, sizes, tops, strict=True)
             ]
-        for (name, values, version), norm in zip(waiting, found, strict=True):
+        for (name, values), norm in zip(waiting, found, strict=True):
             self.outputs.append((self.looks, name, values.numel(), norm))
-            if values._version != version:
-                self._written.add(name)
         waiting.clear()
         found = norms_of([gradient for _, gradient in self._waiting_gradients])
         for (name, _), norm in zip(self._waiting_gradients, found, strict=True):
