@@ -15,9 +15,10 @@ from pathlib import Path
 from planted.described import DESCRIBED
 from planted.reported import REPORTED
 from planted.row import CLEAN, PREFLIGHT, Row
+from planted.variants import VARIANTS
 from skills.targets import processes
 
-ROWS = [*DESCRIBED, *REPORTED]
+ROWS = [*DESCRIBED, *REPORTED, *VARIANTS]
 CLEAN_MODELS = {
     "mlp.py:build": "perceptron with dropout, step, schedule, validation and raw data",
     "lm.py:build": "transformer with LayerNorm, tied weights, padding, accumulation",

@@ -35,7 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def origin(row: Row) -> str:
     """Say where a bug is from."""
-    return row.link or "a description" + (", before its check" if row.before_check else "")
+    if row.link:
+        return row.link
+    return "a description, before its check" if row.before_check else "this bank"
 
 
 def bugs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, bool]]:
