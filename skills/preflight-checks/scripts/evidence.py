@@ -61,7 +61,8 @@ class UserError(Exception):
         self.error = error
         self.id = id_of_error(error)
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-        super().__init__(f"{type(error).__name__}: {lines[0]}")
+        shown = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+        super().__init__(f"{type(error).__name__}: {shown}")
 
     def fix(self, text: str) -> dict[str, Any] | None:
         """Name the last line of the user's own code that the exception went through."""
@@ -71,11 +72,20 @@ class UserError(Exception):
         return None
 
 
+CALLS_OF_USER = ("func(", "loss_fn(", "next(", "iter(", "step(", "dataset[", "transform(")
+
+
 def raised_here(error: Exception) -> bool:
-    """Tell whether a mistake is the bundle's own: its last frame is."""
+    """Tell whether a mistake is the bundle's own: its last frame is, and calls nothing of others.
+
+    A function of torch has no frame; what it raises seems to come from the line that calls it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    path = Path(frames[-1].filename) if frames else Path()
-    return SKILLS in path.parents and path.parent.name in ("scripts", "kit")
+    if not frames:
+        return False
+    path, line = Path(frames[-1].filename), frames[-1].line or ""
+    ours = SKILLS in path.parents and path.parent.name in ("scripts", "kit")
+    return ours and not any(call in line for call in CALLS_OF_USER)
 
 
 def id_of_error(error: Exception) -> str:

@@ -413,7 +413,8 @@ def check_weight_decay_groups(evidence: Evidence, limit: Any) -> Finding:
              if id(p) in decayed and (p.dim() < 2 or id(p) in embeddings)]  # fmt: skip
     if not named:
         return passed("weight decay on matrices alone", 0)
-    matrices = [p for p in evidence.trainable.values() if p.dim() > 1 and id(p) not in embeddings]
+    mine = {id(p) for p in held(evidence)} - embeddings
+    matrices = [p for p in evidence.trainable.values() if p.dim() > 1 and id(p) in mine]
     if matrices and not any(id(p) in decayed for p in matrices):
         return failed(
             f"weight decay shrinks {len(named)} norms, biases or embeddings and no matrix: the "
