@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from severities import SURE, THRESHOLDS, Finding, percent
-from table_models import nearest, r2
+from table_models import nearest, r2, ranks
 from table_split import Rows
 from text_hashing import mixed
 
@@ -15,6 +15,9 @@ NEAR_RATIO = 0.1
 NEIGHBOURS = 20
 FLOPS = 4e10
 MOSTLY_DISTINCT = 0.5
+HARDLY, FEW = 0.01, 3
+ROWS_RANKED, COLUMNS_RANKED, COLUMNS_MULTIPLIED, SAME_COLUMN = 2000, 500, 8, 0.98
+WITHIN_ROWS, LEAST_PAIRS = 2000, 20
 
 
 def _is_name(values: Any, *, text: bool) -> bool:
@@ -29,67 +32,101 @@ def naming_columns(rows: Rows) -> list[str]:
     return [c.name for c in rows.features if _is_name(c.values, text=c.levels is not None)]
 
 
-def row_keys(rows: Rows, *, with_target: bool) -> tuple[Any, bool]:
-    """Hash every row; columns that only name rows are left out where others are there.
+def row_keys(rows: Rows) -> tuple[Any, float]:
+    """Hash the features of every row; columns that only name rows are left out beside others.
 
-    Returns: uint64 [rows], and whether a column of measured values is among them, so that two equal
-    rows are no coincidence.
+    Returns: uint64 [rows], and the probability that two different rows agree by coincidence, as far
+    as the measured columns say.
     """
     names = set(naming_columns(rows))
     chosen = [column for column in rows.features if column.name not in names] or rows.features
-    keys, measured = np.zeros(rows.count, np.uint64), False
-    arrays = [(column.values, column.levels is None) for column in chosen]
-    arrays += [(rows.labels.astype(float), not rows.classes)] if with_target else []
-    for number, (values, is_number) in enumerate(arrays, start=1):
-        plain = np.where(np.isnan(values), np.nan, values + 0.0)  # one NaN, no minus zero
+    keys = np.zeros(rows.count, np.uint64)
+    for number, column in enumerate(chosen, start=1):
+        plain = np.where(np.isnan(column.values), np.nan, column.values + 0.0)  # no minus zero
         salt = np.uint64(number * 0x9E3779B97F4A7C15 % 2**64)
         keys += mixed(np.ascontiguousarray(plain).view(np.uint64) ^ salt)
-        known = values[~np.isnan(values)]
-        distinct = len(np.unique(known)) > MOSTLY_DISTINCT * len(known)
-        measured |= bool(is_number and len(known) > rows.count / 2 and distinct)
-    return keys, measured
+    return keys, _coincidence(rows, chosen)
+
+
+def _coincidence(rows: Rows, chosen: list[Any]) -> float:
+    """Multiply what the columns' steps allow: prices in cents agree once in some thousand pairs.
+
+    Columns that follow one another count once; those of few values and with gaps not at all.
+    """
+    sample = np.random.default_rng(rows.seed).permutation(rows.count)[:ROWS_RANKED]
+    steps = sorted(
+        (step, number)
+        for number, column in enumerate(chosen[:COLUMNS_RANKED])
+        if column.levels is None and (step := _step(column.values)) < 1
+    )
+    product, taken = 1.0, []
+    for step, number in steps[:COLUMNS_MULTIPLIED]:
+        placed = ranks(chosen[number].values[sample])
+        placed = placed - placed.mean()
+        placed /= max(float(np.linalg.norm(placed)), 1e-12)
+        if all(abs(float(placed @ other)) < SAME_COLUMN for other in taken):
+            taken.append(placed)
+            product *= step
+    return product
+
+
+def _step(values: Any) -> float:
+    """Give a measured column's smallest step over its quartiles' distance; 1 for others."""
+    if np.isnan(values).any() or len(np.unique(values)) <= MOSTLY_DISTINCT * len(values):
+        return 1.0
+    low, high = np.quantile(values, [0.25, 0.75])
+    if high <= low:
+        return 1.0
+    for digits in range(9):
+        scaled = values * 10.0**digits
+        if np.abs(scaled - np.round(scaled)).max() < 1e-4:
+            return min(1.0, 10.0**-digits / float(high - low))
+    return 1e-12
 
 
 def check_copies(rows: Rows) -> Finding:
     """Judge held-out rows whose features are those of a training row."""
-    keys, measured = row_keys(rows, with_target=False)
+    keys, coincidence = row_keys(rows)
     if not rows.is_split:
-        return _copies_without_split(keys, measured)
+        return _copies_without_split(keys, coincidence)
     train, test = keys[rows.train], keys[rows.test]
     copied = np.isin(test, train)
     share, within = float(copied.mean()), _repeated(train)
+    by_chance = min(1.0, coincidence * len(train))
+    measured = by_chance < HARDLY
+    if not measured:  # few values repeat anyway, as often as they do within train
+        by_chance = max(by_chance, within + FEW / (len(train) + FEW))
     count = f"{int(copied.sum())} of {len(test)} held-out rows are training rows"
-    if not measured and not _surely_more(int(copied.sum()), len(test), within):
-        if share <= THRESHOLDS["leak-duplicates"]:
-            return Finding("leak-duplicates", "pass", count, value=share)
-        message = f"{count}, but {percent(within)} of train repeat too: few values repeat anyway"
-        return Finding("leak-duplicates", "skipped", message, value=share)
-    fails = share > THRESHOLDS["leak-duplicates"]
-    if not fails:
+    if share <= THRESHOLDS["leak-duplicates"]:
         return Finding("leak-duplicates", "pass", count, value=share)
+    if not _surely_more(int(copied.sum()), len(test), by_chance):
+        message = f"{count}, as few values do by chance ({percent(within)} of train repeat)"
+        return Finding("leak-duplicates", "pass" if measured else "skipped", message, value=share)
     same, accuracy = _recalled(rows, train, test)
     base = rows.chance(rows.test)
     message = count
     if rows.classes:
         message += f", by heart {accuracy:.3f} right, by chance {base:.3f}"
     conflicting = float(copied.mean()) - same
-    message += f", {percent(conflicting)} with another target" if conflicting else ""
+    message += f", {percent(conflicting)} with another target" if conflicting > 1e-9 else ""
     message += f": row {int(rows.test[np.flatnonzero(copied)[0]])}"
     inflation = max(0.0, accuracy - base) if rows.classes else same
     return Finding("leak-duplicates", "fail", message, value=share, inflation=inflation)
 
 
-def _copies_without_split(keys: Any, measured: bool) -> Finding:
+def _copies_without_split(keys: Any, coincidence: float) -> Finding:
     extra = 1 - len(np.unique(keys)) / len(keys)
-    if not measured:
+    by_chance = min(1.0, coincidence * len(keys))
+    if by_chance >= HARDLY:
         message = "no split is named, and rows of few values repeat anyway"
         return Finding("leak-duplicates", "skipped", message, value=extra)
+    fails = extra > THRESHOLDS["leak-duplicates"]
+    fails = fails and _surely_more(round(extra * len(keys)), len(keys), by_chance)
+    message = "of all rows repeat an earlier one; a random split puts copies on both sides"
     return Finding(
         "leak-duplicates",
-        "fail" if extra > THRESHOLDS["leak-duplicates"] else "pass",
-        "of all rows repeat an earlier one; a random split puts copies on both sides"
-        if extra
-        else "no row repeats another",
+        "fail" if fails else "pass",
+        message if extra else "no row repeats another",
         value=extra,
     )
 
@@ -147,24 +184,55 @@ def check_near_copies(rows: Rows) -> Finding:
     test = rows.test
     if len(test) > most:
         test = np.sort(np.random.default_rng(rows.seed).choice(test, most, replace=False))
-    found = nearest(x[rows.train], x[test], NEIGHBOURS)
-    first, tenth, last = found[:, 0], found[:, NEIGHBOURS // 2 - 1], found[:, -1]
+    near, neighbour, by_chance = _too_near(nearest(x[rows.train], x[test], NEIGHBOURS))
+    share, count = float(near.mean()), int(near.sum())
+    message = f"{count} of {len(near)} held-out rows lie next to a training row"
+    id = "leak-near-duplicates"
+    if share <= THRESHOLDS[id] or not _surely_more(count, len(near), by_chance):
+        message += f", as chance gives ({percent(by_chance)})" if count else ""
+        return Finding(id, "pass", message, value=share)
+    within = _within_train(x[rows.train], rows.seed)
+    tells = _shared_targets(rows, test[near], rows.train[neighbour[near]])
+    first = int(test[np.flatnonzero(near)[0]])
+    if not _surely_more(count, len(near), max(by_chance, within)) and not tells:
+        message += f", as training rows do among themselves ({percent(within)}): --group tells"
+        return Finding(id, "skipped", message, value=share)
+    message += f" (chance gives {percent(by_chance)}): row {first}"
+    gain = share * (1 - rows.chance(rows.test))
+    return Finding(id, "fail", message, value=share, inflation=gain)
+
+
+def _too_near(found: tuple[Any, Any]) -> tuple[Any, Any, float]:
+    """Tell which rows are too near to their first neighbour for the distance of their tenth.
+
+    Returns: bool [rows], the first neighbour, and the share that is so near by chance: r**d of the
+    nine others, with the dimension d that the tenth and twentieth neighbour show.
+    """
+    distance, neighbour = found
+    first, tenth, last = distance[:, 0], distance[:, NEIGHBOURS // 2 - 1], distance[:, -1]
     near = (first > 0) & (first < NEAR_RATIO * tenth)
     growth = float(np.median(np.log(np.maximum(last, 1e-300) / np.maximum(tenth, 1e-300))))
     dims = np.log(2) / growth if growth > 0 else np.inf
-    by_chance = min(1.0, (NEIGHBOURS // 2 - 1) * NEAR_RATIO**dims)
-    share = float(near.mean())
-    sure = _surely_more(int(near.sum()), len(near), by_chance)
-    fails = share > THRESHOLDS["leak-near-duplicates"] and sure
-    message = f"{int(near.sum())} of {len(near)} held-out rows lie next to a training row"
-    if near.any() and not fails:
-        message += f", as many as chance gives ({percent(by_chance)})"
-    elif near.any():
-        message += f" (chance gives {percent(by_chance)}): row {int(test[np.flatnonzero(near)[0]])}"
-    gain = share * (1 - rows.chance(rows.test)) if fails else None
-    return Finding(
-        "leak-near-duplicates", "fail" if fails else "pass", message, value=share, inflation=gain
-    )
+    return near, neighbour[:, 0], min(1.0, (NEIGHBOURS // 2 - 1) * NEAR_RATIO**dims)
+
+
+def _within_train(x: Any, seed: int) -> float:
+    """Share of training rows that lie as near to another training row."""
+    most = int(np.clip(FLOPS / (8 * len(x) * x.shape[1]), 100, WITHIN_ROWS))
+    chosen = np.random.default_rng(seed).permutation(len(x))[:most]
+    distance, neighbour = nearest(x, x[chosen], NEIGHBOURS + 1)
+    return float(_too_near((distance[:, 1:], neighbour[:, 1:]))[0].mean())
+
+
+def _shared_targets(rows: Rows, test: Any, train: Any) -> bool:
+    """Tell whether rows next to each other have one target, though rows as a whole do not."""
+    one, other = rows.labels[test], rows.labels[train]
+    if len(one) < LEAST_PAIRS:
+        return False
+    if rows.classes:
+        anyway = float(np.square(np.bincount(rows.labels) / rows.count).sum())
+        return float((one == other).mean()) >= 0.99 and anyway < 0.8
+    return float(np.median(np.abs(one - other))) < 0.01 * float(rows.labels.std())
 
 
 def check_groups(rows: Rows) -> Finding:

@@ -119,13 +119,17 @@ def r2(predicted: Any, target: Any) -> float:
     return 1.0 - float(np.square(target - predicted).sum()) / spread if spread else 0.0
 
 
-def nearest(train: Any, test: Any, count: int) -> Any:
-    """Give the distances of each test row to its nearest train rows, [tests, count], ascending."""
+def nearest(train: Any, test: Any, count: int) -> tuple[Any, Any]:
+    """Find the `count` nearest train rows of each test row.
+
+    Returns: distances and row numbers in train, [tests, count] each, nearest first.
+    """
     if train.shape[1] <= 8:
         from scipy.spatial import KDTree
 
-        return KDTree(train).query(test, k=count)[0].reshape(len(test), count)
-    found = np.empty((len(test), count))
+        distance, at = KDTree(train).query(test, k=count)
+        return np.asarray(distance), np.asarray(at)
+    distances, numbers = np.empty((len(test), count)), np.empty((len(test), count), np.int64)
     squares = np.square(train).sum(axis=1)
     step = max(1, int(2e7 // len(train)))
     for start in range(0, len(test), step):
@@ -134,5 +138,7 @@ def nearest(train: Any, test: Any, count: int) -> Any:
         at = np.argpartition(square, count - 1, axis=1)[:, :count]
         # Exactly, once more: the short form loses the distance of near rows.
         exact = np.sqrt(np.square(part[:, None] - train[at]).sum(axis=2))
-        found[start : start + step] = np.sort(exact, axis=1)
-    return found
+        order = np.argsort(exact, axis=1, kind="stable")
+        distances[start : start + step] = np.take_along_axis(exact, order, axis=1)
+        numbers[start : start + step] = np.take_along_axis(at, order, axis=1)
+    return distances, numbers

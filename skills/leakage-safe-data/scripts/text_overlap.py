@@ -71,7 +71,7 @@ class HeldOut:
     def partly(self) -> Any:
         """Bool: most of it is in the training text, but it is neither copy nor near copy."""
         found = (self.cover >= WHOLE_COVER) | (self.rare_cover >= RARE_COVER)
-        return found & self.long & ~self.copied & ~self.near
+        return found & ~self.copied & ~self.near
 
 
 def hold_out(name: str, documents: Iterable[Document]) -> HeldOut:
