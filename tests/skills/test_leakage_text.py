@@ -152,8 +152,9 @@ def test_a_part_of_a_longer_training_text_is_found_and_its_form_is_not():
     draw = np.random.default_rng(5)
     form = (
         "Answer the following question about the passage above as shortly as you can please now: "
+        "use only what the text says, name no source and give a reason for each of your words "
     )
-    train, held = texts(draw, 100, 300), [form + t for t in texts(draw, 40, 12)]
+    train, held = texts(draw, 100, 300), [form + t for t in texts(draw, 40, 20)]
     train[:30] = [form + t for t in train[:30]]
     assert verdicts(compared(train, held)[0]) == set()
     train[50] += " " + held[7].removeprefix(form) + " " + text(draw, 100)

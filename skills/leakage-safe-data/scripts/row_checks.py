@@ -15,7 +15,7 @@ NEAR_RATIO = 0.1
 NEIGHBOURS = 20
 FLOPS = 4e10
 MOSTLY_DISTINCT = 0.5
-HARDLY, FEW = 0.01, 3
+HARDLY, FEW, MANY_VALUES = 0.01, 3, 50
 ROWS_RANKED, COLUMNS_RANKED, COLUMNS_MULTIPLIED, SAME_COLUMN = 2000, 500, 8, 0.98
 WITHIN_ROWS, LEAST_PAIRS = 2000, 20
 
@@ -71,8 +71,12 @@ def _coincidence(rows: Rows, chosen: list[Any]) -> float:
 
 
 def _step(values: Any) -> float:
-    """Give a measured column's smallest step over its quartiles' distance; 1 for others."""
-    if np.isnan(values).any() or len(np.unique(values)) <= MOSTLY_DISTINCT * len(values):
+    """Give the probability that two rows agree in a column of many values; 1 for others.
+
+    It is the smallest step over the quartiles' distance, but at least one over the values seen.
+    """
+    distinct = len(np.unique(values))
+    if np.isnan(values).any() or distinct < MANY_VALUES:
         return 1.0
     low, high = np.quantile(values, [0.25, 0.75])
     if high <= low:
@@ -80,8 +84,8 @@ def _step(values: Any) -> float:
     for digits in range(9):
         scaled = values * 10.0**digits
         if np.abs(scaled - np.round(scaled)).max() < 1e-4:
-            return min(1.0, 10.0**-digits / float(high - low))
-    return 1e-12
+            return max(1 / distinct, min(1.0, 10.0**-digits / float(high - low)))
+    return 1 / distinct
 
 
 def check_copies(rows: Rows) -> Finding:
