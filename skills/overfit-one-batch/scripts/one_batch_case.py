@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,11 @@ class Case:
         return math.log(2 if term.kind == "binary" else term.classes)
 
     @property
+    def doubled(self) -> bool:
+        """Tell whether a softmax is seen to go into a softmax: no rate will change that floor."""
+        return any(call.is_double_softmax for call in self.first.calls if call.share)
+
+    @property
     def unbounded(self) -> bool:
         """Tell whether the loss has no lower bound that is known to be 0 or more."""
         named = {call.function for call in self.first.calls}
@@ -200,13 +206,16 @@ def run_attempts(
     case: Case, *, lr: float, steps: int, most_steps: int, deadline: float, progress: Any
 ) -> None:
     """Train with three learning rates until one passes, then without the inputs."""
+    began = time.monotonic()
+    most_steps = steps if case.doubled else most_steps
     plan = Plan(steps, most_steps, deadline, case.passes, case.look, case.random)
     if progress is not None:
         plan.progress = partial(_tell, progress, steps)
     wrapped = _wrapped(case)
     for factor in FACTORS:
         case.attempts.append(wrapped(case.fixed.copy, lr * factor, plan))
-        if case.passed or case.attempts[-1].gradient == 0 or case.attempts[-1].ended == "time":
+        ended = case.attempts[-1].ended
+        if case.passed or case.doubled or case.attempts[-1].gradient == 0 or ended == "time":
             break
     last = case.best.last
     others = last.total - sum(term.share for term in last.terms)
@@ -214,11 +223,12 @@ def run_attempts(
         alone = Plan(steps, most_steps, deadline, case.passes, case.look, case.random)
         alone.terms_alone = True
         case.alone = wrapped(case.fixed.copy, lr, alone)
+    spare = deadline + 0.25 * (deadline - began)
     empty = case.fixed.without_inputs()
     if empty is not None and case.best.gradient != 0:
         copy = partial(_copy, empty)
         used = min(max(len(case.best.losses), 20), BASELINE_STEPS if case.passed else steps)
-        blind = Plan(used, used, math.inf, lambda look: False, case.look, case.random)
+        blind = Plan(used, used, spare, lambda look: False, case.look, case.random)
         case.baseline = _try(lambda: wrapped(copy, case.best.lr, blind))
 
 

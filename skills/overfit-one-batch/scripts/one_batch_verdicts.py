@@ -122,7 +122,7 @@ def _judge_double(report: Report, case: Case, limit: float) -> bool:
         value=final,
         threshold=low,
         unit="nats",
-        message=f"{how}: the loss cannot get below {low:.4f}, and ended at {final:.4f}",
+        message=f"{how}; it cannot get below {low:.4f}",
         fix=_where(case, "give the loss the logits, without softmax or sigmoid"),
     )
     return True
@@ -143,9 +143,12 @@ def _judge_floor(report: Report, case: Case, limits: dict[str, float], doubled: 
         verdict, fix = "fail", _where(case, "find what is not finite: gradient-flow")
         said += "; the loss is not finite"
     elif case.unbounded:
-        verdict = "unclear"
+        blind = case.baseline
+        learns = blind is not None and min(x.loss for x in blind.looks) - last.loss > case.near
+        verdict = "skipped" if learns else "unclear"
         said = f"{last.total:.4f} after {last.step} steps: the loss goes below 0 and its bound is "
         said += "not known; a likelihood with a variance of its own has none"
+        said += ". It gets lower by its inputs" if learns else ""
     elif case.passed and case.alone is best:
         said += "; the known terms alone: the other terms hold the whole loss up"
     elif not case.passed and case.nearly:

@@ -44,7 +44,8 @@ THRESHOLDS = {
     "no-learning": 0.01,  # fall of the loss that counts as learning, of the first loss
 }
 NEAR = 0.02
-STEPS, MOST_STEPS, SECONDS = 300, 1000, 60.0
+STEPS, LONGER, SECONDS = 300, 10 / 3, 60.0
+"""An attempt whose loss still falls gets LONGER times its steps."""
 BLIND = "not seen here: a missing zero_grad, and labels that are wrong the same way at every read"
 
 
@@ -55,7 +56,7 @@ def add_flags(parser: Any) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="tried first (default 0.001)")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help=f"of each attempt (default {STEPS}); a loss that "
-        f"still falls gets up to {MOST_STEPS}"
+        f"still falls gets up to {LONGER:.2g} times as many"
     )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help=f"for all attempts (default {SECONDS:g})"
@@ -104,8 +105,8 @@ def judge_target(
     """Return the checks as a list of {id, verdict, value, threshold, unit, message, fix}.
 
     The target is put back bit for bit. At most `examples` examples of the first batch are kept (4
-    sequences of at most `tokens` tokens); each of up to four attempts has `steps` steps, or up to
-    1000 while its loss falls; all end after `seconds`.
+    sequences of at most `tokens` tokens); each of up to four attempts has `steps` steps, or 10/3 of
+    them while its loss falls; all end after `seconds`.
     """
     report, _ = examine(
         target, examples=examples, tokens=tokens, lr=lr, steps=steps, seconds=seconds
@@ -132,7 +133,7 @@ def examine(
             case,
             lr=lr,
             steps=steps,
-            most_steps=max(MOST_STEPS, steps),
+            most_steps=round(LONGER * steps),
             deadline=began + seconds,
             progress=progress,
         )
