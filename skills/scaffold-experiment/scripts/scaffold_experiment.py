@@ -142,7 +142,7 @@ def make(call: cli.Invocation) -> Report:
         job.say(line)
     report = Report(SKILL, plan.what)
     report.artifacts += [*plan.create, *(edit.path for edit in plan.edits)]
-    report.evidence += plan.files()
+    report.evidence += plan.summary()
     report.next += plan.next
     report.check(
         "scaffold-files",

@@ -61,9 +61,15 @@ class Plan:
         return "\n".join([*lines, "nothing was written"])
 
     def files(self) -> list[str]:
-        """Return a line for each file, as the report lists them."""
+        """Return a line for each file that is made or changed."""
         made = [f"made     {path}" for path in self.create]
         return made + [f"changed  {e.path}: {e.entry.dict_name} {e.entry.line}" for e in self.edits]
+
+    def summary(self) -> list[str]:
+        """Return at most three lines that name every file."""
+        paths = list(self.create)
+        lines = [f"made     {' '.join(paths[at : at + 3])}" for at in range(0, len(paths), 3)]
+        return [*lines, f"changed  {' '.join(edit.path for edit in self.edits)}"]
 
 
 def variants(block: str) -> list[str]:
