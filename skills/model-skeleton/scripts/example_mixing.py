@@ -68,12 +68,34 @@ def _mixing(target: Target, batch: Any, size: int) -> tuple[Finding | None, str]
     if len(before) != len(after) or not before:
         return None, "the two passes called different modules"
     roots = [at for at, seen in enumerate(before) if seen.parent is None]
+    again = _run(target, batch)
+    if any(_differ(before[at].outputs, again[at].outputs) for at in roots):
+        return None, "two passes of one batch differ"
     if not any(_any_leaks(before[at].outputs, after[at].outputs, size) for at in roots):
         return None, ""
-    turned = _exchanged(batch, 1)
-    if turned is not None and not _leaks_along(target, batch, turned, before, roots):
-        return None, ""  # the batch is the second dim
+    if not _rows_are_examples(target, batch):
+        turned = _exchanged(batch, 1)
+        if turned is not None and not _leaks_along(target, batch, turned, before, roots):
+            return None, "examples may stand in the second dim, and there they are apart"
     return _culprit(target, batch, other, before, after, roots, size), ""
+
+
+def _rows_are_examples(target: Target, batch: Any) -> bool:
+    """Tell whether the first dim must be the batch: a project's, a DataLoader's, labels of one dim,
+    or labels that are the inputs shifted along the second."""
+    loader = getattr(target.batches, "inner", target.batches)
+    found = [tensor for _, tensor in leaves(batch)]
+    if (
+        target.kind == "project"
+        or getattr(loader, "batch_size", None)
+        or getattr(loader, "batch_sampler", None)
+    ):
+        return True
+    if any(tensor.dim() == 1 for tensor in found) or all(t.dim() > 2 for t in found):
+        return True
+    whole = [t for t in found if t.dim() == 2 and not t.is_floating_point() and t.shape[1] > 1]
+    pairs = ((a, b) for a in whole for b in whole if a is not b and a.shape == b.shape)
+    return any(a[:, 1:].equal(b[:, :-1]) for a, b in pairs)
 
 
 def _exchanged(batch: Any, dim: int) -> Any:
@@ -144,21 +166,26 @@ def _changed(one: Any, other: Any) -> Any:
     return (differ > close) & ~(one.isinf() & (one == other))
 
 
-def _leaks(one: Any, other: Any, size: int) -> bool | None:
+def _leaks(one: Any, other: Any, size: int, dim: int = 0) -> bool | None:
     """Tell whether another example than the first changed; None where rows cannot be told."""
     shape = one.shape
     if one.shape != other.shape or list(shape).count(size) > 1 or one.numel() < size:
         return None
     changed = _changed(one, other)
-    if shape[0] == size:
+    if dim == 0 and shape[0] == size:
         rows = changed
     elif len(shape) > 1 and shape[1] == size:
         rows = changed.transpose(0, 1)
-    elif shape[0] % size == 0 and len(shape) > 1:
+    elif dim == 0 and shape[0] % size == 0 and len(shape) > 1:
         rows = changed.reshape(size, -1)
     else:
         return None
     return bool(rows[1:].any())
+
+
+def _differ(before: list[Any], after: list[Any]) -> bool:
+    pairs = zip(before, after, strict=False)
+    return any(a.shape != b.shape or bool(_changed(a, b).any()) for a, b in pairs)
 
 
 def _any_leaks(before: list[Any], after: list[Any], size: int) -> bool:
@@ -176,7 +203,12 @@ def _leaks_along(
     if len(after) != len(before):
         return True
     (size,) = sizes
-    return any(_any_leaks(before[at].outputs, after[at].outputs, size) for at in roots)
+    told = [
+        _leaks(a, b, size, dim=1)
+        for at in roots
+        for a, b in zip(before[at].outputs, after[at].outputs, strict=False)
+    ]
+    return True in told or False not in told
 
 
 def _culprit(

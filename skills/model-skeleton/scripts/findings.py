@@ -152,7 +152,8 @@ def _first_cut(found: Trace, key: str, behind: set[Any]) -> Op | None:
         if op.index in behind:
             for source in op.sources:
                 readers[source].append(op)
-    waiting, seen = [key], set()
+    waiting: list[Any] = [key]
+    seen: set[int] = set()
     while waiting:
         at = waiting.pop(0)
         for op in readers[at]:
@@ -195,6 +196,21 @@ def _cut_finding(found: Trace, numbers: list[int], names: list[str]) -> Finding:
     return Finding("trace-detached", message, op.where, todo)
 
 
+def unregistered(target: Target, found: Trace) -> Finding | None:
+    """Name a Parameter that the model reads and neither it nor the optimizer holds."""
+    held = {id(p) for p in target.model.parameters()}
+    if target.optimizer is not None:
+        held |= {id(p) for group in target.optimizer.param_groups for p in group["params"]}
+    strangers = [(number, p) for number, p in found.tape.strangers if id(p) not in held]
+    if not strangers:
+        return None
+    op = found.tape.ops[strangers[0][0]]
+    shape = shown(strangers[0][1].shape)
+    message = f"{place(op)} reads a Parameter {shape} that model.parameters() does not hold"
+    todo = "keep modules in a ModuleList or ModuleDict, not in a list or dict"
+    return Finding("trace-unused", message, op.where, todo, len({id(p) for _, p in strangers}))
+
+
 def not_chosen(found: Trace, name: str) -> bool:
     """Tell whether a parameter is one of several equal modules among which the data chooses."""
     path = name.split(".")
@@ -229,7 +245,7 @@ def place_of(target: Target, found: Trace, name: str) -> tuple[str, int] | None:
         if owner.__module__.startswith("torch."):
             continue
         for place in (owner.forward, owner):
-            line = fix_in(place, "", rf"self\.{path[at]}\b")
+            line = fix_in(place, "", rf"\b\w+\.{path[at]}\b")
             if line:
                 return line["file"], line["line"]
     return None

@@ -118,6 +118,7 @@ def judge(target: Any, report: Report, number: int, way_of: Any = None) -> tuple
         skipped = dict.fromkeys(IDS, f"the {found.stage} pass ended before")
     else:
         made += finite_and_whole(target, found, number, skipped, report)
+        made += [] if made else hangs_on(target, batch)
         made += shapes(target, batch, found, skipped)
         made += [*findings.dtypes(target, found), *findings.devices(target, found)]
     write_checks(report, made, skipped)
@@ -169,6 +170,7 @@ def finite_and_whole(
         where = findings.place_of(target, found, name)
         message = f"{name}{more}: {why}"
         made.append(findings.Finding("trace-unused", message, where, todo, len(unused)))
+    made += [stranger] if (stranger := findings.unregistered(target, found)) else []
     if not cut:
         rows = findings.rows_without_gradient(target, found)
         made += [rows] if rows else []
@@ -176,6 +178,25 @@ def finite_and_whole(
         places = dict.fromkeys(findings.place(op) for op in stops)
         report.evidence += [f"stop-gradient: {where} on the way to the loss" for where in places]
     return made
+
+
+def hangs_on(target: Any, batch: Any) -> list[Any]:
+    """Go forward and back twice: a state that is kept holds the first graph, which is gone."""
+    import findings
+
+    try:
+        with preserved(target):
+            for _ in range(2):
+                loss = target.loss_fn(target.model, batch)
+                if loss.requires_grad:
+                    loss.backward()
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        message = "backward of a second batch goes into the graph of the first: a state is kept"
+        todo = "detach what is kept from one batch to the next"
+        return [findings.Finding("trace-detached", message, None, todo)]
+    return []
 
 
 def in_later_batches(

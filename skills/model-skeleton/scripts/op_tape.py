@@ -135,6 +135,8 @@ class Tape:
         self.path = ""
         self.silent = False
         """True while somebody looks at tensors who is no part of the model."""
+        self.strangers: list[tuple[int, Any]] = []
+        """(op, Parameter) read inside the model, of no module of it."""
         self._makers = Known()
         self._writers: dict[int, int] = {}
         self._left: dict[str, list[int]] = {}
@@ -199,6 +201,10 @@ class Tape:
         elif not read:
             op.sources += self._left.get(self.path, [])  # values may have come back from Python
         self.ops.append(op)
+        if self.path:
+            unknown = [t for t, s in zip(read, sources, strict=True) if s is None]
+            parameter = _torch().nn.Parameter
+            self.strangers += [(op.index, t) for t in unknown if isinstance(t, parameter)]
         written = [*made, *read[:1]] if op.in_place else made
         self._judge_values(op, list(zip(read, sources, strict=True)), written, (args, kwargs))
         self._know(op, written)

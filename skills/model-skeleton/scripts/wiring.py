@@ -142,12 +142,12 @@ def check_yaml(found: Findings, name: str) -> str | None:
 def check_config(found: Findings, name: str, model_class: type) -> None:
     """Look at the dataclass of the settings and the sentences under its fields."""
     found.look("wiring-config")
-    config = getattr(model_class, "Config", None)
-    if config is None or not is_dataclass(config):
+    config: Any = getattr(model_class, "Config", None)
+    if not (isinstance(config, type) and is_dataclass(config)):
         text = "add a frozen dataclass and `Config = ...` in the class"
         found.add("wiring-config", f"{name}: has no dataclass Config", fix_in(model_class, text))
         return
-    if not config.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+    if not vars(config)["__dataclass_params__"].frozen:
         text = "write @dataclass(frozen=True)"
         found.add("wiring-config", f"{name}: {config.__name__} is not frozen", fix_in(config, text))
     defaults = {f.name: f.default for f in fields(config)}

@@ -122,16 +122,16 @@ def validation_batches(
     match. The last ones are padded: text with eos as input, -100 as label and -1 as document,
     samples with the first of them, its labels missing.
     """
-    text, length = isinstance(corpus, Corpus), data.seq_len
-    total = -(-corpus.val.tokens // length) if text else count(corpus.val)
+    split, length = corpus.val, data.seq_len
+    total = -(-split.tokens // length) if isinstance(split, TokenStream) else count(split)
     rounds = -(-total // (batch_world * micro_batch_size))
     for number in range(rounds):
         first = (number * batch_world + batch_rank) * micro_batch_size
         rows = np.arange(first, first + micro_batch_size)
-        if text:
-            arrays = _held_out_text(corpus.val, rows * length, length, data.document_mask)
+        if isinstance(split, TokenStream):
+            arrays = _held_out_text(split, rows * length, length, data.document_mask)
         else:
-            arrays = draw(corpus.val, np.where(rows < total, rows, 0))
+            arrays = draw(split, np.where(rows < total, rows, 0))
             missing = np.nan if arrays["labels"].dtype.kind == "f" else IGNORED
             arrays["labels"][rows >= total] = missing
         yield _to_device(arrays, torch.device(device))
