@@ -159,6 +159,26 @@ FAULTS = {
         "        return x.float() + self.down(hidden)\n",
         "trace-dtype", "blocks.1 gets float32, blocks.0 got bfloat16", "x.float()",
     ),
+    "attention with the batch for time": (
+        DECODER, "        x = x + self.attention(self.norm(x))\n",
+        "        x = x + self.attention(self.norm(x).transpose(0, 1)).transpose(0, 1)\n",
+        "trace-shape", "an example changes what others get, first in blocks.0.attention",
+        None,
+    ),
+    "softmax over the batch": (
+        ROWS, "hidden = self.first(rows).tanh()", "hidden = self.first(rows).softmax(0)",
+        "trace-shape", "an example changes what others get, first in Rows", ".softmax(0)",
+    ),
+    "modules in a list": (
+        ROWS, "self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 1)",
+        "self.last, self.rows = nn.Linear(8, 1), [nn.Linear(5, 8)]",
+        "trace-unused", "that model.parameters() does not hold", "self.rows[0]",
+    ),
+    "a state that is kept": (
+        ROWS, "        hidden = self.first(rows).tanh()\n",
+        "        self.kept = hidden = self.first(rows).tanh() + getattr(self, 'kept', 0)\n",
+        "trace-detached", "goes into the graph of the first", None,
+    ),
     "another device": (
         ROWS, "hidden = self.first(rows).tanh()", "hidden = self.first(rows).tanh().to('meta')",
         "trace-device", "", "self.last(hidden)",
@@ -185,6 +205,7 @@ FAULTS = {
 
 # What else has to change, so that the fault alone is what breaks.
 ALSO = {
+    "modules in a list": [("self.first(rows)", "self.rows[0](rows)")],
     "nan in block 3's attention": [
         (
             "= Norm(), Attention()\n",
@@ -247,6 +268,11 @@ def test_a_planted_fault_is_named_with_its_line(fault, tmp_path):
 
 CLEAN = [f"{TARGETS / 'traced.py'}:{name}" for name in (DECODER, ROWS)]
 CLEAN += [MLP, CLASSIFIER, LANGUAGE_MODEL, f"{TARGETS / 'mixture.py'}:build"]
+ODD = (
+    *("pairs_of_views", "ranked", "graph", "stop_gradient", "codebook", "critic", "time_first"),
+    *("windows", "policy", "recomputed", "rows_left_out", "logged"),
+)
+CLEAN += [f"{TARGETS / 'odd_but_clean.py'}:{name}" for name in ODD]
 
 
 @pytest.mark.parametrize("spec", CLEAN)
