@@ -240,6 +240,7 @@ def test_what_saw_held_out_rows_is_named_with_its_line(noise, tmp_path, name, li
     findings, _ = pipelines.check_pipeline(made, lambda *_: None)
     found = {f.id: f for f in findings}["leak-fit-before-split"]
     assert found.verdict == "fail" and line in found.fix["text"]
+    assert ("follow targets" in found.message) == name.startswith("select")
     assert found.fix["file"] == str(file)
     place = PIPELINES.split(f"def {name}")[0].count("\n") + 1
     offset = PIPELINES.split(f"def {name}")[1].split("# here")[0].count("\n")
@@ -267,9 +268,19 @@ def test_a_pipeline_that_cannot_be_judged_is_refused(noise, name, says):
         checked(noise, name)
 
 
+def recorder_fit(rows):
+    def fit(X):
+        return X
+
+    return fit(rows)
+
+
 def test_the_recorder_knows_rows_through_transforms_and_equal_rows_as_train():
     features = np.arange(12.0).reshape(6, 2)
     features[5] = features[0]
+    with recorder.recording(features, train=[3, 4, 5]) as seen:
+        recorder_fit(features[[0]])
+    assert seen.calls[0].rows.tolist() == [5]
     scope: dict = {}
     exec(PIPELINES, scope)
     with recorder.recording(features, train=[0, 1, 2]) as seen:
@@ -435,7 +446,7 @@ def test_held_out_rows_of_another_kind_are_told_apart(kind):
     if kind == "mean":
         table["x2"][held] += 1.0
     elif kind == "spread":
-        table["x2"][held] *= 3.0
+        table = {"x2": np.where(held, 3.0, 1.0) * table["x2"]}
     elif kind == "pair":
         table["x3"][held] = 0.9 * table["x2"][held] + 0.4 * table["x3"][held]
         table["x3"][train] = -0.9 * table["x2"][train] + 0.4 * table["x3"][train]
