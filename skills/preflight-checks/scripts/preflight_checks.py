@@ -116,19 +116,37 @@ def preflight(
     wanted = None if only is None else set(only)
     left_out = set(skip)
     chosen = [(i, f) for i, f in CHECKS if (wanted is None or i in wanted) and i not in left_out]
-    findings = []
+    findings: list[dict[str, Any]] = []
+    raised: list[tuple[str, UserError]] = []
     with preserved(target):
         evidence = Evidence(target)
         evidence.overrides, evidence.project = list(overrides), project
         for number, (name, check) in enumerate(chosen):
             if progress is not None:
                 progress(number, len(chosen), name)
-            findings.append({"id": name, "threshold": THRESHOLDS.get(name), **_judged(
-                name, check, evidence)})  # fmt: skip
+            finding = _judged(name, check, evidence, raised)
+            findings.append({"id": name, "threshold": THRESHOLDS.get(name), **finding})
+    return _told(findings, raised)
+
+
+def _told(
+    findings: list[dict[str, Any]], raised: list[tuple[str, UserError]]
+) -> list[dict[str, Any]]:
+    """Make a check unclear that an exception kept from judging, if none fails for it."""
+    failing = {finding["id"] for finding in findings if finding["verdict"] == "fail"}
+    untold = {name: error for name, error in raised if error.id not in failing}
+    for finding in findings:
+        if finding["id"] in untold:
+            finding.update(unclear(f"not judged, the code raises {untold[finding['id']]}"))
     return findings
 
 
-def _judged(name: str, check: Callable[[Evidence, Any], Finding], evidence: Evidence) -> Finding:
+def _judged(
+    name: str,
+    check: Callable[[Evidence, Any], Finding],
+    evidence: Evidence,
+    raised: list[tuple[str, UserError]],
+) -> Finding:
     """Run one check; what keeps it from judging becomes its finding."""
     try:
         return check(evidence, THRESHOLDS.get(name))
@@ -137,6 +155,7 @@ def _judged(name: str, check: Callable[[Evidence, Any], Finding], evidence: Evid
     except UserError as error:
         if error.id == name:
             return failed(f"the code raises {error}", fix=error.fix("see the message"))
+        raised.append((name, error))
         return skipped(f"not judged, the code raises {error}; see {error.id}")
     except Exception as error:
         return unclear(f"the check itself failed: {type(error).__name__}: {error}")
