@@ -253,9 +253,14 @@ class Evidence:
         seen = self.observed if batch is self.batches[0] else self.observe(batch)
         if not seen.loss.requires_grad:
             return dict.fromkeys(self.trainable)
-        found = self.torch.autograd.grad(
-            seen.loss, list(self.trainable.values()), retain_graph=True, allow_unused=True
-        )
+        try:
+            found = self.torch.autograd.grad(
+                seen.loss, list(self.trainable.values()), retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            return self._anew(batch)  # a later forward has written into the weights
         return {name: dense(g) for name, g in zip(self.trainable, found, strict=True)}
 
     @functools.cached_property
