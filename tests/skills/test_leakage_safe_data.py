@@ -213,9 +213,12 @@ def test_a_scaler_over_all_rows_is_found_and_ranked_last(noise):
     assert leak.verdict == "fail" and leak.small and "small" in leak.message
     assert found["leak-shuffled-labels"].verdict == "pass"
     report = leakage.Report("leakage-safe-data")
-    worse = judged(rows_of(*leaky_column()))["leak-single-feature"]
-    importlib.import_module("severities").deliver(report, [leak, worse])
-    assert report.numbers["ranked"] == ["leak-single-feature", "leak-fit-before-split"]
+    severities = importlib.import_module("severities")
+    worst = judged(rows_of(*leaky_column()))["leak-single-feature"]
+    shift = severities.Finding("leak-adversarial", "fail", "no inflation is known")
+    severities.deliver(report, [leak, shift, worst])
+    ranked = ["leak-single-feature", "leak-adversarial", "leak-fit-before-split"]
+    assert report.numbers["ranked"] == ranked == [check["id"] for check in report.checks]
 
 
 # Pipelines

@@ -506,7 +506,7 @@ LEAK = {leak}
 
 def build():
     g = torch.Generator().manual_seed(0)
-    inputs, labels = torch.randn(600, 6, generator=g), torch.randint(3, (600,), generator=g)
+    inputs, labels = torch.randn(600, 24, generator=g), torch.randint(3, (600,), generator=g)
 
     def transform(inputs, labels):
         if LEAK:
@@ -516,10 +516,10 @@ def build():
         return [{{"x": x, "y": y}} for x, y in zip(inputs.split(20), labels.split(20))]
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(9, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    model = torch.nn.Sequential(torch.nn.Linear(27, 128), torch.nn.ReLU(), torch.nn.Linear(128, 3))
     loss = lambda m, b: torch.nn.functional.cross_entropy(m(b["x"]), b["y"])
     return dict(model=model, batches=transform(inputs, labels), loss_fn=loss,
-                optimizer=torch.optim.AdamW(model.parameters(), 3e-3),
+                optimizer=torch.optim.AdamW(model.parameters(), 1e-2),
                 data=(inputs, labels, transform))
 """
 
