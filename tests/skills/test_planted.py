@@ -54,6 +54,11 @@ def own_rows() -> list[Row]:
 OWN = own_rows()
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    return bank.copied_template(tmp_path_factory.mktemp("planted") / "project")
+
+
 @pytest.mark.parametrize("row", bank.ROWS if FULL else OWN, ids=lambda row: row.name)
 def test_bug_is_found_and_nothing_else(row, tmp_path):
     found = bank.judge(row, tmp_path)
@@ -66,12 +71,21 @@ def test_clean_model_is_not_accused(target, tmp_path):
     assert not bank.accused(found), found.text
 
 
+@pytest.mark.parametrize("settings", bank.PROJECTS if FULL else bank.PROJECTS[-1:])
+def test_project_of_the_template_is_not_accused(settings, template, tmp_path):
+    for stage in bank.STAGES if FULL else [PREFLIGHT]:
+        found = bank.judge_project(template, settings, tmp_path, stage)
+        assert not bank.accused(found), found.text
+
+
 @full
 @pytest.mark.parametrize("stage", [INIT, ONE_BATCH, FLOW])
-@pytest.mark.parametrize("target", bank.CLEAN_MODELS)
-def test_clean_model_is_not_accused_by_the_other_stages(target, stage, tmp_path):
-    found = bank.judge_clean(target, tmp_path, stage)
-    assert not bank.accused(found), found.text
+def test_no_clean_model_is_accused_by_the_other_stages(stage, tmp_path):
+    problems = {}
+    for number, target in enumerate(bank.CLEAN_MODELS):
+        found = bank.judge_clean(target, tmp_path / str(number), stage)
+        problems[target] = bank.accused(found)
+    assert not {target: problem for target, problem in problems.items() if problem}
 
 
 def test_every_check_has_a_row_that_is_red_without_it():
