@@ -19,7 +19,7 @@ ENTRY = ["template/train.py", "template/sweep.py"]
 SHIPPED = [PACKAGE, *ENTRY, "skills", "hooks"]
 """Code that reaches users; tests are not among it."""
 
-PACKAGE_LINES, REACH_LINES = 10000, 9500
+PACKAGE_LINES, REACH_LINES = 10400, 9600
 """Without the kernels, parallelism and checkpoints, which are counted by themselves, below."""
 KERNELS = f"{PACKAGE}/kernels"
 PARALLEL = f"{PACKAGE}/parallel"

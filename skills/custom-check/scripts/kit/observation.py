@@ -307,11 +307,8 @@ def _recorder() -> Any:
         def record(
             self, name: str, scores: Any, labels: Any, options: dict[str, Any], result: Any
         ) -> LossCall:
-            kind = "classes" if name in CLASSES or name == "gather" else "other"
-            kind = "binary" if name in BINARY else kind
-            kind = "values" if name in VALUES or name == "sub" else kind
             call = LossCall(
-                kind,
+                _kind(name),
                 name,
                 scores,
                 labels,
@@ -322,12 +319,19 @@ def _recorder() -> Any:
                 raw_labels=labels,
                 result=result,
             )
-            if kind == "classes":
+            if call.kind == "classes":
                 _rows(call)
             self.calls.append(call)
             return call
 
     return Recorder
+
+
+def _kind(name: str) -> str:
+    for kind, names in (("classes", CLASSES), ("binary", BINARY), ("values", VALUES)):
+        if name in names:
+            return kind
+    return {"gather": "classes", "sub": "values"}.get(name, "other")
 
 
 def _rows(call: LossCall) -> None:
