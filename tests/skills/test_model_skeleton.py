@@ -105,6 +105,11 @@ FAULTS = {
         "    return nn.functional.mse_loss(predicted[:, None], labels)",
         "trace-shape", "mse_loss compares [12, 1] with labels [12]", "mse_loss(",
     ),
+    "one prediction for all": (
+        ROWS, "    return (predicted - labels).square().mean()",
+        "    return nn.functional.mse_loss(predicted.mean(0), labels)",
+        "trace-shape", "mse_loss compares [] with labels [12]", "mse_loss(",
+    ),
     "[N, 1] and [N] inside the model": (
         ROWS, "        hidden = self.first(rows).tanh()\n",
         "        hidden = self.first(rows).tanh()\n"

@@ -174,9 +174,9 @@ def finite_and_whole(
     if not cut:
         rows = findings.rows_without_gradient(target, found)
         made += [rows] if rows else []
-        stops = findings.stop_gradients(found)
-        places = dict.fromkeys(findings.place(op) for op in stops)
-        report.evidence += [f"stop-gradient: {where} on the way to the loss" for where in places]
+        stops = {op.where: findings.place(op) for op in reversed(findings.stop_gradients(found))}
+        told = [f"stop-gradient: {where} on the way to the loss" for where in stops.values()]
+        report.evidence += reversed(told)
     return made
 
 

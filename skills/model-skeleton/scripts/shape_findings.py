@@ -24,7 +24,8 @@ def broadcasts(found: Trace) -> Iterator[Finding]:
     """Name operations that pair every element of one tensor with every element of another, which
     has as many: [N, 1] with [N] gives [N, N]."""
     for op in found.tape.ops:
-        if op.name not in ELEMENTWISE or len(op.given) != 2 or len(op.made) != 1:
+        pair = len(op.given) == 2 and len(op.made) == 1
+        if op.name not in ELEMENTWISE or not pair or not op.wanted_grad:
             continue
         long, short = sorted(op.given, key=len, reverse=True)
         if len(long) != len(short) + 1 or long[-1] != 1 or long[:-1] != short:
@@ -46,7 +47,7 @@ def loss_shapes(calls: list[Any]) -> Iterator[Finding]:
         if call.kind not in ("values", "binary") or call.raw_labels is None:
             continue
         left, right = tuple(call.raw_scores.shape), tuple(call.raw_labels.shape)
-        if left == right or call.function == "sub" or not right or not left:
+        if left == right or call.function == "sub" or call.raw_labels.numel() == 1:
             continue
         message = (
             f"{call.function} compares {shown(left)} with labels {shown(right)}: it broadcasts"
