@@ -41,7 +41,7 @@ LAYOUTS = {
     "dp": ("parallel.zero=3",),
     "tp": ("parallel.tp=2",),
     "cp": ("parallel.cp=2",),
-    "pp": ("parallel.pp=2", "model.num_hidden_layers=4"),
+    "pp": ("parallel.pp=2", "parallel.schedule=zbv", "model.num_hidden_layers=4"),
     "ep": ("parallel.ep=2",),
 }
 LENGTH = 16
