@@ -25,6 +25,8 @@ from kit.fix import fix_at, fix_in
 from kit.state import preserved
 
 NOISE = 10.0
+ROUNDINGS = 2.0
+"""Relative errors of a 16-bit product that two orders of summing may differ by."""
 """Times the difference of two equal runs, below which a difference is not judged."""
 NOISY = 0.01
 """Difference of two equal runs above which nothing is judged."""
@@ -129,8 +131,8 @@ def _doubled(evidence: Evidence) -> float | None:
     if not new:
         return None
     try:
-        once = float(evidence.observe(batch, training=False).loss)
-        twice = float(evidence.observe(replaced(batch, new), training=False).loss)
+        once = float(evidence.observe(batch, training=False).loss.detach())
+        twice = float(evidence.observe(replaced(batch, new), training=False).loss.detach())
     except UserError:
         return None
     return twice / once if abs(once) > 1e-8 else None
@@ -287,7 +289,7 @@ def _project_accumulation(evidence: Evidence, limit: float) -> Finding:
         _gradient_of(evidence, parts) for parts in ([whole], [first, second], [turned])
     )
     noise, error = gap(again, one), gap(two, one)
-    allowed = max(limit, NOISE * noise)
+    allowed = max(limit, NOISE * noise, _half_rounding(evidence))
     if error <= allowed:
         return passed(f"micro-batches of {cut} and {size - cut} give the gradient of {size}", error)
     text = "divide once, by the targets of all micro-batches"
@@ -342,7 +344,7 @@ def _foreign_accumulation(evidence: Evidence, limit: float) -> Finding:
         return skipped("one micro-batch a step")
     found = flat(seen.gradients, parts[0])
     error = _angle(found, weighted)
-    if error <= max(limit, 1e-3):
+    if error <= max(limit, 1e-3, _half_rounding(evidence)):
         return passed("micro-batches are weighted by their targets", error)
     if plain is not None and _angle(found, plain) > 1e-3:
         return skipped("the gradient of the step is no sum of those of its micro-batches")
@@ -354,6 +356,17 @@ def _foreign_accumulation(evidence: Evidence, limit: float) -> Finding:
             target.train_step, "divide once, by the targets of all micro-batches", r"backward|/"
         ),
     )
+
+
+def _half_rounding(evidence: Evidence) -> float:
+    """Give what rounding alone may do to a gradient made in a 16-bit precision, else 0."""
+    torch = evidence.torch
+    dtypes = {p.dtype for p in evidence.trainable.values()}
+    dtypes |= {t.dtype for t in evidence.observed.scores}
+    config = getattr(evidence.target.runtime, "config", None)
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(getattr(config, "precision", ""))
+    halves = (dtypes | {named}) & {torch.bfloat16, torch.float16}
+    return max((ROUNDINGS * torch.finfo(dtype).eps for dtype in halves), default=0.0)
 
 
 def _quiet(model: Any) -> None:
