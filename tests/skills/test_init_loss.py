@@ -30,7 +30,7 @@ WIDTH = 64
 def rows(chances, count=1000):
     """One batch whose labels come exactly as often as `chances` say."""
     generator = torch.Generator().manual_seed(0)
-    inputs = 1.02 * torch.randn(count, WIDTH, generator=generator)
+    inputs = 1.04 * torch.randn(count, WIDTH, generator=generator)
     ends = (chances.cumsum(0) * count).round()
     labels = torch.searchsorted(ends, torch.arange(count) + 0.5)
     return [(inputs, labels[torch.randperm(count, generator=generator)])]

@@ -74,6 +74,13 @@ def _where(case: Case, text: str) -> dict[str, Any] | None:
     return fix_in(case.target.loss_fn, text)
 
 
+def _forward(case: Case) -> dict[str, Any] | None:
+    """Name where the inputs go in: forward of the user's model, else the line of the loss."""
+    text = "follow the inputs through forward"
+    ours = not type(case.target.model).__module__.startswith("torch.")
+    return (fix_in(case.target.model, text) if ours else None) or _where(case, text)
+
+
 def _doubled(case: Case, limit: float) -> tuple[str, float] | None:
     """Return how probabilities were taken for logits, and the floor of that; else None."""
     final, accuracy = case.best.last.loss, case.best.last.accuracy
@@ -239,10 +246,17 @@ def _judge_inputs(report: Report, case: Case, limit: float) -> None:
     elif not case.passed and alike and not _stuck_at_start(case):
         verdict = "fail"
         said += ": the model learns nothing from its inputs"
-        fix = fix_in(case.target.model, "follow the inputs through forward")
+        fix = _forward(case)
     report.check(
         "input-independent", verdict, value=seen, threshold=low, unit="nats", message=said, fix=fix
     )
+
+
+def _blind(case: Case) -> bool:
+    """Tell whether a loss that did not fall is where constant scores end: the labels are even, and
+    the inputs are to blame."""
+    moved = any(look.loss != case.start.loss for look in case.best.looks)
+    return moved and not math.isnan(case.prior) and case.best.last.loss < 1.02 * case.prior
 
 
 def _stuck_at_start(case: Case) -> bool:
@@ -261,7 +275,7 @@ def _judge_learning(report: Report, case: Case, limit: float) -> None:
         verdict = "fail"
         said = "no gradient reaches a parameter: detach, no_grad, or nothing requires a gradient"
         fix = _where(case, "keep the graph from the parameters to this loss")
-    elif not case.passed and not fall >= limit and not case.shuffled:
+    elif not case.passed and not fall >= limit and not case.shuffled and not _blind(case):
         verdict = "fail"
         said = f"{start:.4f} to {best.last.loss:.4f} in {best.last.step} steps at every rate"
         fix = _where(case, "look at the sign and at what the loss depends on")
