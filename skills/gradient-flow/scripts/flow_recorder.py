@@ -186,7 +186,7 @@ class Recorder:
         found = norms_of([values for _, values in waiting])
         if self.looks == 0 and waiting:
             sizes = [torch.linalg.vector_norm(values, math.inf) for _, values in waiting]
-            tops = torch._foreach_max([values for _, values in waiting])
+            tops = [values.amax() for _, values in waiting]
             self.largest += [
                 (name, size, top) for (name, _), size, top in zip(waiting, sizes, tops, strict=True)
             ]
@@ -273,7 +273,7 @@ def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for (_, dtype), members in groups.items():
         wide = torch.promote_types(dtype, torch.float32)
-        norms = torch._foreach_norm([tensors[i] for i in members], 2, dtype=wide)
+        norms = torch.ops.aten._foreach_norm.Scalar([tensors[i] for i in members], 2, dtype=wide)
         found.update(zip(members, norms, strict=True))
     return [found[index] for index in range(len(tensors))]
 

@@ -33,14 +33,16 @@ class Steps:
             if self.own and trainable
             else target.optimizer
         )
-        scheduler = target.scheduler
-        known = scheduler is not None and hasattr(scheduler, "state_dict")
-        self._schedule = copy.deepcopy(scheduler.state_dict()) if known else None
+        scheduler: Any = target.scheduler
+        self._schedule = None
+        if scheduler is not None and hasattr(scheduler, "state_dict"):
+            self._schedule = copy.deepcopy(scheduler.state_dict())
         self._batches = self._endless()
         self.matrices = judged_matrices(target.model)
         self.ratios: dict[str, list[float]] = {name: [] for name, _ in self.matrices}
         self.unmoved: dict[str, list[float]] = {}
         """Share of a 16-bit matrix that did not change at all, by step."""
+        self._peaks: dict[int, float] = {}
         self.scaled_by = 1.0
         """Peak learning rate over that of the last step, the largest of all groups."""
         self.moved = False
@@ -93,8 +95,8 @@ class Steps:
             lr = train_step(target.runtime).lr
             peak = max(target.runtime.config.optim.lr, lr)
             held = {id(p) for g in target.optimizer.param_groups for p in g["params"]}
-            self._peaks = dict.fromkeys(held, peak)
-            return dict.fromkeys(held, lr)
+            self._peaks = {key: float(peak) for key in held}
+            return {key: float(lr) for key in held}
         if self.optimizer is None:
             return {}
         groups = self.optimizer.param_groups

@@ -333,7 +333,7 @@ class Judge:
             for n, rs in known.items()
         }
         middle = statistics.median(by_matrix.values())
-        least, most = min(by_matrix, key=by_matrix.get), max(by_matrix, key=by_matrix.get)
+        least, most = (pick(by_matrix, key=by_matrix.__getitem__) for pick in (min, max))
         rose = not self.seen.loss_after <= self.seen.loss_before + LOSS_ROSE * abs(
             self.seen.loss_before
         )

@@ -92,8 +92,7 @@ def add_flags(parser: Any) -> None:
         "--confirm-steps",
         type=int,
         metavar="N",
-        help=f"steps of a confirm run (default {BUDGET_SHARE:.0%} of the run, or "
-        f"{CONFIRM_STEPS}); 0 for none",
+        help=f"steps of a confirm run (default 3 %% of the run, or {CONFIRM_STEPS}); 0 for none",
     )
 
 
@@ -164,40 +163,32 @@ def find(
     if not high > low * 10:
         raise UsageError(f"rates from {low:g} to {high:g}", "a sweep spans a factor of 10 or more")
     steps = confirm_length(target) if confirm_steps is None else confirm_steps
-    configured = configured_rate(target)
     first_seed = first_seed_of(target, seed)
-    total = seeds * (points + len(MULTIPLES) * steps)
     start = time.perf_counter()
-    ticks = Ticks(total, call, start)
-    rates = lr_sweep.grid(low, high, points)
-    sweeps = []
+    ticks = Ticks(seeds * (points + len(MULTIPLES) * steps), call, start)
+    sweeps, confirmed = [], []
     with preserved(target):  # building anew draws from the generators of everybody
-        for number, one in enumerate(targets(target, first_seed, seeds)):
-            with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
-                reseed(target, first_seed, number)
-                stepper = lr_sweep.Stepper(one, skip=number * offset(target))
-                sweeps.append(
-                    lr_sweep.sweep(
-                        stepper,
-                        rates,
-                        seed=first_seed + number,
-                        factor=THRESHOLDS["rise" if adam else "rise-sgd"],
-                        noiseless_stop=not adam,
-                        progress=ticks,
-                    )
-                )
+        rates = lr_sweep.grid(low, high, points)
+        for number, stepper in steppers(target, first_seed, seeds):
+            run = lr_sweep.sweep(
+                stepper,
+                rates,
+                seed=first_seed + number,
+                factor=THRESHOLDS["rise" if adam else "rise-sgd"],
+                noiseless_stop=not adam,
+                progress=ticks,
+            )
+            sweeps.append(run)
             ticks.done = (number + 1) * points
-        confirmed = []
         known = [s.valley for s in sweeps if s.valley is not None]
         if steps and len(known) == len(sweeps):
-            confirmed = confirm(
-                target, lr_sweep.geometric_median(known), first_seed, seeds, steps, ticks
-            )
+            middle = lr_sweep.geometric_median(known)
+            confirmed = confirm(target, middle, first_seed, seeds, steps, ticks)
     return Found(
         sweeps=sweeps,
         confirmed=confirmed,
         confirm_steps=steps,
-        configured=configured,
+        configured=configured_rate(target),
         adam=adam,
         seconds=time.perf_counter() - start,
         same_weights=target.build is None,
@@ -208,22 +199,32 @@ def confirm(
     target: Target, rate: float, first_seed: int, seeds: int, steps: int, ticks: Ticks
 ) -> list[Confirmed]:
     """Train from the start at each multiple of a rate, all seeds; the same data for each rate."""
+    runs = [Confirmed(rate * multiple) for multiple in MULTIPLES]
+    for run in runs:
+        for _, stepper in steppers(target, first_seed, seeds):
+            losses: list[float] = []
+            while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
+                losses.append(stepper.step(run.rate))
+                ticks()
+            run.losses.append(losses)
+    return runs
+
+
+def steppers(target: Target, first_seed: int, seeds: int) -> Iterator[tuple[int, Any]]:
+    """Yield (number, Stepper) of each seed at its start; what it did is put back afterwards.
+
+    The first is the target itself, the others have new weights; without a way to build anew they
+    have other random numbers and data that begin later.
+    """
     import lr_sweep
 
-    runs = [Confirmed(rate * multiple) for multiple in MULTIPLES]
-    for number, one in enumerate(targets(target, first_seed, seeds)):
-        for run in runs:
-            with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
-                reseed(target, first_seed, number)
-                stepper = lr_sweep.Stepper(one, skip=number * offset(target))
-                losses: list[float] = []
-                for _ in range(steps):
-                    losses.append(stepper.step(run.rate))
-                    ticks()
-                    if not math.isfinite(losses[-1]):
-                        break
-                run.losses.append(losses)
-    return runs
+    for number in range(seeds):
+        anew = number > 0 and target.build is not None
+        one = target.rebuild(first_seed + number) if anew else target
+        with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
+            if number and not anew:
+                seed_everything(first_seed + number)
+            yield number, lr_sweep.Stepper(one, skip=0 if target.runtime is not None else number)
 
 
 class Ticks:
@@ -242,24 +243,6 @@ class Ticks:
             each = (time.perf_counter() - self.start) / self.FIRST
             self.call.expect(each * (self.total - self.FIRST), f"{self.total} steps at most")
         self.call.progress(min(self.done, self.total), self.total, "steps")
-
-
-def targets(target: Target, first_seed: int, seeds: int) -> Iterator[Target]:
-    """Yield the target, then others with new weights; without a way to build, itself again."""
-    for number in range(seeds):
-        anew = number > 0 and target.build is not None
-        yield target.rebuild(first_seed + number) if anew else target
-
-
-def reseed(target: Target, first_seed: int, number: int) -> None:
-    """Give a later seed of a target that cannot be built anew its own random numbers."""
-    if number and target.build is None:
-        seed_everything(first_seed + number)
-
-
-def offset(target: Target) -> int:
-    """Return by how many batches the data of a seed begins later; a project draws a new order."""
-    return 0 if target.runtime is not None else 1
 
 
 def first_seed_of(target: Target, asked: int | None) -> int:

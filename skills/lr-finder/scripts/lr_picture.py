@@ -19,7 +19,7 @@ def draw(found: Any, numbers: dict[str, Any], path: Path) -> list[str]:
     top = 0.0
     for number, run in enumerate(found.sweeps):
         colour = plots.COLOURS[number % len(plots.COLOURS)]
-        style = {"color": colour, "linestyle": "-"}
+        style: dict[str, Any] = {"color": colour, "linestyle": "-"}
         sweeps.plot(run.rates, run.losses, alpha=0.2, linewidth=0.6, **style)
         sweeps.plot(run.rates, run.smoothed, label=f"seed {run.seed}", **style)
         if run.valley is not None:

@@ -115,22 +115,25 @@ def squared_gradient(optimizer: Any) -> float:
     """Return the squared norm of all gradients that an optimizer is about to use."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     dense = [g.coalesce().values() if g.layout != torch.strided else g for g in grads]
-    return float(sum(n.double().square() for n in torch._foreach_norm(dense))) if dense else 0.0
+    norms = torch.ops.aten._foreach_norm.Scalar(dense, 2) if dense else []
+    return float(sum(norm.double().square() for norm in norms))
 
 
 @contextlib.contextmanager
 def schedule_kept(target: Target) -> Iterator[None]:
     """Put back what kit.state.preserved does not know: a project's config, a scheduler."""
-    config = None if target.runtime is None else target.runtime.config
-    scheduler = target.scheduler
-    known = scheduler is not None and hasattr(scheduler, "state_dict")
-    state = copy.deepcopy(scheduler.state_dict()) if known else None
+    runtime: Any = target.runtime
+    config = None if runtime is None else runtime.config
+    scheduler: Any = target.scheduler
+    state = None
+    if scheduler is not None and hasattr(scheduler, "state_dict"):
+        state = copy.deepcopy(scheduler.state_dict())
     try:
         yield
     finally:
-        if config is not None:
-            target.runtime.config = config
-        if state is not None:
+        if runtime is not None:
+            runtime.config = config
+        if scheduler is not None and state is not None:
             scheduler.load_state_dict(state)
 
 

@@ -89,7 +89,7 @@ def answer(report: Report, target: Target, found: Any, limits: dict[str, float])
     report.check(
         "lr-range",
         "unclear" if edge else "pass",
-        value=[low, high],
+        value=[float(f"{low:.3g}"), float(f"{high:.3g}")],
         message=edge
         or f"valley {geometric_median(valleys):.2g}"
         + (f", steepest {geometric_median(steepest):.2g}" if steepest else "")
