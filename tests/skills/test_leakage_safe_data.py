@@ -401,6 +401,18 @@ def test_near_copies_of_rows_are_found_and_crowds_are_not():
     assert failed(rows_of({**clean, "y": labels}, split=train)) == set()
 
 
+def test_copies_of_rows_of_few_values_are_found_where_train_does_not_repeat():
+    draw = np.random.default_rng(18)
+    table = {f"n{i}": draw.integers(0, 10, 600) for i in range(8)}
+    train, labels = draw.random(600) < 0.7, draw.integers(0, 2, 600)
+    assert failed(rows_of({**table, "y": labels}, split=train)) == set()
+    held, source = np.flatnonzero(~train)[:20], np.flatnonzero(train)[:20]
+    for values in [*table.values(), labels]:
+        values[held] = values[source]
+    found = judged(rows_of({**table, "y": labels}, split=train))["leak-duplicates"]
+    assert found.verdict == "fail" and "20 of" in found.message
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_copies_made_before_the_split_are_found_though_train_has_them_too(noise):
     draw = np.random.default_rng(17)
@@ -502,7 +514,7 @@ CLEAN = {
     },
     "many words": lambda draw, n: {
         "z": draw.normal(size=n),
-        "town": draw.choice([f"t{i}" for i in range(n // 2)], n),
+        "town": draw.choice([f"t{i}" for i in range(3 * n)], n),
     },
     "wide": lambda draw, n: {f"x{i}": draw.normal(size=n) for i in range(150)},
 }

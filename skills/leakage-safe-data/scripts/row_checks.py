@@ -99,7 +99,7 @@ def check_copies(rows: Rows) -> Finding:
     by_chance = min(1.0, coincidence * len(train))
     measured = by_chance < HARDLY
     if not measured:  # few values repeat anyway, as often as they do within train
-        by_chance = max(by_chance, within + FEW / (len(train) + FEW))
+        by_chance = (within * len(train) + FEW) / (len(train) + FEW)
     count = f"{int(copied.sum())} of {len(test)} held-out rows are training rows"
     if share <= THRESHOLDS["leak-duplicates"]:
         return Finding("leak-duplicates", "pass", count, value=share)
