@@ -18,6 +18,7 @@ import torch
 from skills.targets import processes
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 from transformers.trainer_pt_utils import LabelSmoother
 
 from kit.errors import UsageError
@@ -126,7 +127,9 @@ def test_label_smoothing_of_the_trainer_is_in_the_loss(tmp_path):
     assert float(target.loss_fn(target.model, batch).detach()) == pytest.approx(
         float(expected), abs=1e-6
     )
-    assert "labels" in batch  # compute_loss takes them out of a copy
+    encoded = BatchEncoding(batch)  # whose to() gives itself
+    target.loss_fn(target.model, encoded)
+    assert "labels" in batch and "labels" in encoded  # compute_loss takes them out of a copy
     trainer = target.loss_fn.trainer
     assert type(trainer.label_smoother) is LabelSmoother
     own = trainer.compute_loss(target.model, dict(batch), num_items_in_batch=torch.tensor(6))
