@@ -174,6 +174,10 @@ FAULTS = {
         ROWS, "hidden = self.first(rows).tanh()", "hidden = self.first(rows).softmax(0)",
         "trace-shape", "an example changes what others get, first in Rows", ".softmax(0)",
     ),
+    "a detach behind a function of its own": (
+        ROWS, "hidden = self.first(rows).tanh()", "hidden = Spike.apply(self.first(rows)).detach()",
+        "trace-detached", "`detach` in Rows cuts the graph", "Spike.apply",
+    ),
     "modules in a list": (
         ROWS, "self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 1)",
         "self.last, self.rows = nn.Linear(8, 1), [nn.Linear(5, 8)]",
@@ -210,6 +214,19 @@ FAULTS = {
 
 # What else has to change, so that the fault alone is what breaks.
 ALSO = {
+    "a detach behind a function of its own": [
+        (
+            "class Rows(",
+            "class Spike(torch.autograd.Function):\n"
+            "    @staticmethod\n"
+            "    def forward(context, x):\n"
+            "        return torch.zeros_like(x) + (x > 0).to(x.dtype)\n\n"
+            "    @staticmethod\n"
+            "    def backward(context, gradient):\n"
+            "        return gradient\n\n\n"
+            "class Rows(",
+        )
+    ],
     "modules in a list": [("self.first(rows)", "self.rows[0](rows)")],
     "nan in block 3's attention": [
         (
