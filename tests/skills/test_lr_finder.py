@@ -77,7 +77,7 @@ def test_the_rate_of_a_tiny_gpt_of_bytes_lies_in_the_accepted_set():
     report, checks, found = judged(target(rates.byte_gpt))
     assert {check["verdict"] for check in checks.values()} == {"pass"}, checks
     assert 8e-4 <= report.numbers["chosen"] <= 8e-3
-    low, high = checks["lr-range"]["value"]
+    low, high = report.numbers["low"], report.numbers["high"]
     assert low < high and low <= report.numbers["chosen"] <= high
     assert len({tuple(run.losses[:5]) for run in found.sweeps}) == 3  # three seeds
     assert (
@@ -276,6 +276,21 @@ def test_settings_that_measure_noise_are_refused(words, tmp_path, capsys):
         argv=[*words, "--project", str(tmp_path)],
     )
     assert code == 2 and words[0] in capsys.readouterr().err
+
+
+def test_an_error_of_the_users_step_is_told_in_a_sentence_and_all_is_put_back():
+    one, calls = target(rates.quadratic, build=False), []
+
+    def fails_later(model, batch):
+        calls.append(batch)
+        if len(calls) > 40:
+            raise ValueError("no more of this")
+        return (model.x * 3).square().sum()
+
+    one.loss_fn = fails_later
+    with pytest.raises(UsageError, match="a training step raised ValueError: no more of this"):
+        lr_finder.find(one, points=200)
+    assert one.model.x.item() == 1.0 and one.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_target_without_optimizer_is_refused():

@@ -8,6 +8,7 @@ random numbers and data position are put back. Works on a project or on any code
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
@@ -169,15 +170,16 @@ def find(
     sweeps, confirmed = [], []
     with preserved(target):  # building anew draws from the generators of everybody
         rates = lr_sweep.grid(low, high, points)
-        for number, stepper in steppers(target, first_seed, seeds):
-            run = lr_sweep.sweep(
-                stepper,
-                rates,
-                seed=first_seed + number,
-                factor=THRESHOLDS["rise" if adam else "rise-sgd"],
-                noiseless_stop=not adam,
-                progress=ticks,
-            )
+        for number in range(seeds):
+            with started(target, first_seed, number) as stepper:
+                run = lr_sweep.sweep(
+                    stepper,
+                    rates,
+                    seed=first_seed + number,
+                    factor=THRESHOLDS["rise" if adam else "rise-sgd"],
+                    noiseless_stop=not adam,
+                    progress=ticks,
+                )
             sweeps.append(run)
             ticks.done = (number + 1) * points
         known = [s.valley for s in sweeps if s.valley is not None]
@@ -201,30 +203,31 @@ def confirm(
     """Train from the start at each multiple of a rate, all seeds; the same data for each rate."""
     runs = [Confirmed(rate * multiple) for multiple in MULTIPLES]
     for run in runs:
-        for _, stepper in steppers(target, first_seed, seeds):
+        for number in range(seeds):
             losses: list[float] = []
-            while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
-                losses.append(stepper.step(run.rate))
-                ticks()
+            with started(target, first_seed, number) as stepper:
+                while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
+                    losses.append(stepper.step(run.rate))
+                    ticks()
             run.losses.append(losses)
     return runs
 
 
-def steppers(target: Target, first_seed: int, seeds: int) -> Iterator[tuple[int, Any]]:
-    """Yield (number, Stepper) of each seed at its start; what it did is put back afterwards.
+@contextlib.contextmanager
+def started(target: Target, first_seed: int, number: int) -> Iterator[Any]:
+    """Give the Stepper of a seed at its start; what it does is put back afterwards.
 
     The first is the target itself, the others have new weights; without a way to build anew they
     have other random numbers and data that begin later.
     """
     import lr_sweep
 
-    for number in range(seeds):
-        anew = number > 0 and target.build is not None
-        one = target.rebuild(first_seed + number) if anew else target
-        with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
-            if number and not anew:
-                seed_everything(first_seed + number)
-            yield number, lr_sweep.Stepper(one, skip=0 if target.runtime is not None else number)
+    anew = number > 0 and target.build is not None
+    one = target.rebuild(first_seed + number) if anew else target
+    with preserved(one), lr_sweep.schedule_kept(one), user_code("a training step"):
+        if number and not anew:
+            seed_everything(first_seed + number)
+        yield lr_sweep.Stepper(one, skip=0 if target.runtime is not None else number)
 
 
 class Ticks:
