@@ -46,8 +46,9 @@ def template(tmp_path_factory):
     for part in ("curry_train", "configs"):
         shutil.copytree(ROOT / "template" / part, folder / part, ignore=ignored)
     (folder / "tests").mkdir()
-    for name in ("train.py", "pyproject.toml"):
-        shutil.copy(ROOT / "template" / name, folder)
+    checked = ("tests/variant_checks.py", "tests/model_checks.py")
+    for name in ("train.py", "pyproject.toml", *checked):
+        shutil.copy(ROOT / "template" / name, folder / name)
     return folder
 
 
@@ -206,6 +207,15 @@ def test_other_folders_are_refused(tmp_path, capfd):
     assert new(tmp_path, "idea", "--kind", "lm") == 2
     assert "has no train.py" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_project_is_told_to_upgrade(project, capfd):
+    for words, name in ((GATED, "variant_checks.py"), (("--kind", "lm"), "model_checks.py")):
+        (project / "tests" / name).unlink()
+        before = tree(project)
+        assert new(project, "idea", *words) == 2
+        assert f"has no tests/{name}" in capfd.readouterr().err
+        assert tree(project) == before
 
 
 FORMS = {

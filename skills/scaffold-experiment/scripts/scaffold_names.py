@@ -26,6 +26,16 @@ def check_project(project: Path) -> None:
         )
 
 
+def check_has(project: Path, path: str) -> None:
+    """Raise UsageError when the project lacks a file that what is made would import."""
+    if not (project / path).is_file():
+        raise UsageError(
+            f"--project {project} has no {path}, which the test that is made imports",
+            "a project of this bundle's version has it",
+            "bring it there with --upgrade of the skill start-project",
+        )
+
+
 def check_name(name: str) -> None:
     """Raise UsageError unless `name` can be a module, a key and a file of configs at once."""
     allowed = "lower-case letters, digits and single underscores, a letter first"

@@ -81,6 +81,7 @@ def variants(block: str) -> list[str]:
 def plan_block(project: Path, name: str, block: str, variant: str, base: str) -> Plan:
     """Plan a variant of one part of a block behind model.BLOCK=NAME, in the model `base`."""
     stem, model = f"{name}_{block}", f"{base}_{name}"
+    names.check_has(project, "tests/variant_checks.py")
     names.check_module_free(project, [stem])
     plan = Plan(name, f"model.{block}={name}, {variant} in {base}")
     plan.create[f"curry_train/layers/{stem}.py"] = _skeleton(block, variant, name)
@@ -103,6 +104,7 @@ def plan_block(project: Path, name: str, block: str, variant: str, base: str) ->
 def plan_kind(project: Path, name: str, kind: str) -> Plan:
     """Plan a model, its data set, their configuration and a test from the skeleton of a kind."""
     data = f"{name}_data"
+    names.check_has(project, "tests/model_checks.py")
     names.check_module_free(project, [name, data])
     plan = Plan(name, f"a new {kind}: model={name} data={name}")
     plan.create[f"curry_train/models/{name}.py"] = _skeleton("models", kind, name)
