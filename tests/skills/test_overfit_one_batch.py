@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -393,8 +394,8 @@ def test_everything_is_put_back_and_the_same_seed_gives_the_same_checks(tmp_path
     assert torch.equal(state, torch.get_rng_state()) and not model.training
     assert not target.optimizer.state and all(p.grad is None for p in model.parameters())
     _, _, case = examined(target, lr=1e-2)
-    picture = curve_picture.draw(case, tmp_path / "curve.png")
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (picture,) = curve_picture.draw(case, tmp_path / "curve.png")
+    assert Path(picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def project(tmp_path_factory, name):

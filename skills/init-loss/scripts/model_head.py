@@ -25,7 +25,7 @@ def head_of(target: Target, term: Term) -> tuple[str, Any]:
     """Find the last layer that makes as many scores as there are classes."""
     found: tuple[str, Any] = ("", None)
     for name, module in target.model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if not hasattr(weight, "dim") or weight.dim() < 2:
             continue
         if "Embedding" not in type(module).__name__ and 0 <= weight.shape[0] - term.classes < 64:

@@ -298,7 +298,7 @@ def _judge_bias(
     name, head = head_of(target, f.first.term)
     verdict, message, fix = (
         "pass",
-        f"below {f.guess:.4f} lies the labels' entropy {f.prior:.4f}",
+        f"constant scores could reach {f.prior:.4f}, the labels' entropy",
         None,
     )
     if trained is not None or _is_contrastive(f):

@@ -159,7 +159,9 @@ def _labels_by_input(batches: Any, paths: dict[str, list[str]]) -> dict[bytes, b
     began, rows = time.monotonic(), 0
     for batch in itertools.islice(iter(batches), 64):
         tensors, size = dict(leaves(batch)), batch_size(batch)
-        kept = {role: [tensors.get(p) for p in names] for role, names in paths.items()}
+        kept: dict[str, list[Any]] = {
+            role: [tensors.get(p) for p in names] for role, names in paths.items()
+        }
         every = [t for group in kept.values() for t in group]
         if any(t is None or t.dim() == 0 or t.shape[0] != size for t in every):
             return {}

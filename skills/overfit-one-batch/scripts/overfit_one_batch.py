@@ -88,8 +88,7 @@ def work(call: cli.Invocation) -> Report:
         seconds=args.seconds,
         progress=call.progress,
     )
-    picture = curve_picture.draw(case, call.out / "overfit_one_batch.png")
-    report.artifacts += [str(picture)] if picture else []
+    report.artifacts += curve_picture.draw(case, call.out / "overfit_one_batch.png")
     return report
 
 

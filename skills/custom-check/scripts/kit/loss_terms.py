@@ -188,7 +188,7 @@ def _class_rows(call: LossCall, outer: Any) -> dict[str, Any] | None:
     else:
         divisor = 1.0
         if reduction == "mean":
-            weight = call.options.get("weight")
+            weight: Any = call.options.get("weight")
             by_class = labels.dim() == 1 and weight is not None
             divisor = float(weight.detach().double().cpu()[labels].sum()) if by_class else count
         weights = torch.full_like(costs, float(outer) / max(divisor, 1e-300))
