@@ -92,6 +92,7 @@ def skill(name: str, script: Path, limit: float | None, project: Path) -> tuple[
     last = done.output.strip().splitlines()[-1:] if done.exit_code else []
     wall, cpu = round(done.wall_s, 2), round(done.cpu_s, 2)
     figure = Figure(name, wall, "s", limit, wall, cpu, done.exit_code, shown, "".join(last))
+    print(f"{name}: {wall:.1f} s", file=sys.stderr, flush=True)
     return figure, found
 
 
