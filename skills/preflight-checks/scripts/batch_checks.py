@@ -12,6 +12,7 @@ from evidence import (
     Evidence,
     Finding,
     UserError,
+    at,
     failed,
     passed,
     skipped,
@@ -19,7 +20,7 @@ from evidence import (
 
 from kit import observation
 from kit.batch_tree import leaves
-from kit.fix import caller_line, fix_at, fix_in
+from kit.fix import caller_line, fix_in
 from kit.state import preserved
 
 SCAN_BATCHES = 64
@@ -56,7 +57,7 @@ def check_batch_mismatch(evidence: Evidence, limit: Any) -> Finding:
         if spread is not None:
             message, where = spread
             text = "give prediction and label one shape, e.g. prediction.squeeze(-1)"
-            return failed(message, fix=None if where is None else fix_at(*where, text))
+            return failed(message, fix=at(where, text))
     shown = ", ".join(f"{path} {describe(t)}" for path, t in leaves(batches[0]))
     return passed(f"{len(batches)} batches: {shown}", value=len(set(sizes.values())))
 
@@ -86,7 +87,7 @@ def broadcast_in(seen: Any, told: list[Any]) -> tuple[str, Any] | None:
 def check_labels_out_of_range(evidence: Evidence, limit: Any) -> Finding:
     """Class labels lie in [0, C) or are ignored; binary labels lie in [0, 1]."""
     try:
-        main = evidence.observed.main
+        main: Any = evidence.observed.main
     except UserError as error:
         if error.id != "labels-out-of-range":
             raise
@@ -100,7 +101,7 @@ def check_labels_out_of_range(evidence: Evidence, limit: Any) -> Finding:
         return _binary_labels(evidence)
     if main.labels.is_floating_point():
         lowest = float(main.labels.min()) if main.labels.numel() else 0.0
-        fix = None if main.where is None else fix_at(*main.where, "probabilities are 0 or more")
+        fix = at(main.where, "probabilities are 0 or more")
         if lowest < 0:
             return failed(f"class probabilities go down to {lowest:.3g}", lowest, fix)
         return passed("labels are probabilities", lowest)
@@ -116,8 +117,7 @@ def check_labels_out_of_range(evidence: Evidence, limit: Any) -> Finding:
         return failed(f"every label is the ignored {ignored}: nothing is learned", 0)
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
-        fix = None if main.where is None else fix_at(*main.where, f"labels go from 0 to C-1, "
-                                                     f"C is {classes} here")  # fmt: skip
+        fix = at(main.where, f"labels go from 0 to C-1, C is {classes} here")
         return failed(f"label {wrong} with {classes} classes (ignored: {ignored})", wrong, fix)
     return passed(f"{seen} labels from {low} to {high} of {classes} classes", high)
 
@@ -125,15 +125,15 @@ def check_labels_out_of_range(evidence: Evidence, limit: Any) -> Finding:
 def _binary_labels(evidence: Evidence) -> Finding:
     lowest, highest = math.inf, -math.inf
     for seen in evidence.all_observed:
-        main = seen.main
+        main: Any = seen.main
         if main is not None and main.kind == "binary" and main.function != "soft_margin_loss":
             lowest = min(lowest, float(main.labels.min()))
             highest = max(highest, float(main.labels.max()))
-    main = evidence.observed.main
+    main: Any = evidence.observed.main
     if lowest > highest:
         return skipped("the loss takes labels of -1 and 1")
     if lowest < 0 or highest > 1:
-        fix = fix_at(*main.where, "labels of a binary loss are 0 to 1") if main.where else None
+        fix = at(main.where, "labels of a binary loss are 0 to 1")
         wrong = lowest if lowest < 0 else highest
         return failed(f"binary labels go from {lowest:.4g} to {highest:.4g}", wrong, fix)
     return passed(f"binary labels from {lowest:.3g} to {highest:.3g}", highest)
@@ -191,8 +191,7 @@ def check_tokens_out_of_range(evidence: Evidence, limit: Any) -> Finding:
     for low, high, rows, where in lookups.ranges:
         if low < 0 or high >= rows:
             wrong = low if low < 0 else high
-            fix = None if where is None else fix_at(*where, f"ids go from 0 to {rows - 1}; "
-                                                    "give the embedding more rows")  # fmt: skip
+            fix = at(where, f"ids go from 0 to {rows - 1}; give the embedding more rows")
             return failed(f"id {wrong} is looked up in an embedding of {rows} rows", wrong, fix)
     if error is not None:
         if error.id != "tokens-out-of-range":
@@ -279,8 +278,8 @@ def check_non_finite(evidence: Evidence, limit: Any) -> Finding:
     for number, (seen, gradients) in enumerate(
         zip(evidence.all_observed, evidence.first_gradients, strict=True)
     ):
-        main = seen.main
-        where = fix_at(*main.where, "look for log(0), 0/0 or an overflow here") if main and main.where else None  # fmt: skip  # noqa: E501
+        main: Any = seen.main
+        where = at(main.where if main else None, "look for log(0), 0/0 or an overflow here")
         if not bool(seen.loss.isfinite()):
             return failed(f"the loss of batch {number} is {float(seen.loss)}", float(seen.loss),
                           where)  # fmt: skip

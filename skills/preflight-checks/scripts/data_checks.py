@@ -46,16 +46,16 @@ def check_order(evidence: Evidence, limit: Any) -> Finding:
         )
     loader = evidence.target.batches
     loader = loader.inner if isinstance(loader, OnDevice) else loader
-    sampler = getattr(loader, "sampler", None)
+    sampler: Any = getattr(loader, "sampler", None)
     kind = type(sampler).__name__
     if "Random" not in kind and "Shuffle" not in kind:
         note = "the order is the same every time (no random sampler)"
         return passed(f"{len(first)} batches repeat; note: {note}", len(first))
-    if len(sampler) < 4:  # type: ignore[arg-type]
+    if len(sampler) < 4:
         return passed(f"{len(first)} batches repeat", len(first))
     with preserved(evidence.target):
         seed_everything(SEED)
-        orders = [list(itertools.islice(iter(sampler), 1000)) for _ in range(2)]  # type: ignore
+        orders = [list(itertools.islice(iter(sampler), 1000)) for _ in range(2)]
     if orders[0] == orders[1]:
         return failed("two epochs have the same order", 0,
                       _data_place(evidence, "draw a new order in every epoch"))  # fmt: skip
@@ -171,7 +171,8 @@ def _label_column(evidence: Evidence) -> str | None:
 
 
 def _transformed(evidence: Evidence) -> Finding:
-    inputs, labels, transform = evidence.target.data
+    raw: Any = evidence.target.data
+    inputs, labels, transform = raw
     if evidence.changed_in_place:
         raise CannotJudge("loss_fn writes into the batch; see not-repeatable")
 
@@ -245,19 +246,19 @@ def _dataset_labels(evidence: Evidence) -> Finding | None:
     """Exchange dataset.targets or dataset.labels for a moment and read the examples again."""
     loader = evidence.target.batches
     loader = loader.inner if isinstance(loader, OnDevice) else loader
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     name = next((n for n in ("targets", "labels", "y") if hasattr(dataset, n)), None)
     if name is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
     labels = getattr(dataset, name)
-    count = min(len(dataset), 64)  # type: ignore[arg-type]
-    if not hasattr(labels, "__len__") or len(labels) != len(dataset):  # type: ignore[arg-type]
+    count = min(len(dataset), 64)
+    if not hasattr(labels, "__len__") or len(labels) != len(dataset):
         return None
 
     def examples() -> list[Any]:
         with preserved(evidence.target), evidence.user():
             seed_everything(SEED)
-            return [dataset[i] for i in range(count)]  # type: ignore[index]
+            return [dataset[i] for i in range(count)]
 
     plain = examples()
     if not _equal(plain, examples()):

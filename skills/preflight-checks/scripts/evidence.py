@@ -50,6 +50,11 @@ def unclear(reason: str) -> Finding:
     return {"verdict": "unclear", "value": None, "message": reason, "fix": None}
 
 
+def at(where: Any, text: str) -> dict[str, Any] | None:
+    """Make the fix of a place (file, line), None where it is not known."""
+    return fix_at(where[0], where[1], text) if where else None
+
+
 class CannotJudge(Exception):
     """Ends a check as skipped: the message is the reason."""
 
@@ -307,7 +312,8 @@ class Evidence:
             return lambda batch: take(target.runtime)
         if target.train_step is None or target.optimizer is None:
             return None
-        return lambda batch: target.train_step(target.model, batch, target.optimizer)
+        own: Any = target.train_step
+        return lambda batch: own(target.model, batch, target.optimizer)
 
 
 def same_tensor(a: Any, b: Any) -> bool:
@@ -324,11 +330,11 @@ def dense(gradient: Any) -> Any:
 
 def observation_size(evidence: Evidence) -> int:
     """Return how many examples the first batch has."""
-    main = evidence.observed.main
+    main: Any = evidence.observed.main
     sizes = [t.shape[0] for _, t in leaves(evidence.batches[0]) if t.dim() > 0]
     if not sizes:
         return 1
-    labels = None if main is None else main.raw_labels
+    labels: Any = None if main is None else main.raw_labels
     if hasattr(labels, "dim") and labels.dim() == 1 and len(labels) in sizes:
         return len(labels)
     return max(set(sizes), key=sizes.count)

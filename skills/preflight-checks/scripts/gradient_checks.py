@@ -178,7 +178,7 @@ def watching(chosen: Any, shake: bool = False) -> Any:
             if name not in CHOOSERS and not by_dim:
                 return func(*args, **(kwargs or {}))
             chosen(name)
-            scores = args[0] if args else None
+            scores: Any = args[0] if args else None
             if shake and hasattr(scores, "is_floating_point") and scores.is_floating_point():
                 noise = torch.rand_like(scores.detach())
                 args = (scores * 0 + noise, *args[1:])

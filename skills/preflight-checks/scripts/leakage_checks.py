@@ -97,7 +97,7 @@ def _judged_tensors(evidence: Evidence, found: seeing.Sight) -> list[tuple[str, 
         dim = seeing.batch_dim(tensor, size)
         if dim is not None and tensor.requires_grad:
             judged.append(("the output", tensor.movedim(dim, 0), lambda i: i))
-    main = found.seen.main
+    main: Any = found.seen.main
     labelled = main is not None and any(r in ("label", "both") for r in evidence.roles.values())
     if labelled and not time_first(evidence):
         rows = seeing.score_rows(main)

@@ -13,6 +13,7 @@ from evidence import (
     Evidence,
     Finding,
     UserError,
+    at,
     failed,
     passed,
     skipped,
@@ -21,7 +22,7 @@ from sequence_checks import shift_of
 from step_run import cycled, drive, flat, forget, gap, kept, unclipped
 
 from kit.batch_tree import leaves, replaced
-from kit.fix import fix_at, fix_in
+from kit.fix import fix_in
 from kit.state import preserved
 
 NOISE = 10.0
@@ -102,9 +103,8 @@ def check_loss_scale(evidence: Evidence, limit: float) -> Finding:
     evidence.needs_finite()
     ratio = _doubled(evidence)
     text = "divide by the number of targets: reduction='mean'"
-    main = evidence.observed.main
-    fix = fix_at(*main.where, text) if main is not None and main.where else fix_in(
-        evidence.target.loss_fn, text)  # fmt: skip
+    main: Any = evidence.observed.main
+    fix = at(main.where if main else None, text) or fix_in(evidence.target.loss_fn, text)
     if ratio is not None and limit < ratio < LARGEST_SUM:
         return failed(f"the loss of a doubled batch is {ratio:.3g} times that of the batch: a sum",
                       ratio, fix)  # fmt: skip
@@ -121,7 +121,8 @@ def check_loss_scale(evidence: Evidence, limit: float) -> Finding:
 
 def _doubled(evidence: Evidence) -> float | None:
     torch, batch, size = evidence.torch, evidence.batches[0], evidence.size
-    main, new = evidence.observed.main, {}
+    main: Any = evidence.observed.main
+    new = {}
     if main is not None and main.kind == "classes" and main.scores.shape[-1] == len(main.scores):
         return None  # every example is a class: a doubled batch asks something else
     for path, tensor in leaves(batch):
@@ -143,7 +144,7 @@ def _per_token(evidence: Evidence) -> tuple[str, float] | None:
 
     The gradient by a target's own score is weight times (probability - 1).
     """
-    main = evidence.observed.main
+    main: Any = evidence.observed.main
     if shift_of(evidence) is None or main is None or main.function != "cross_entropy":
         return None
     if main.options.get("weight") is not None or main.options.get("label_smoothing"):
@@ -378,7 +379,7 @@ def _quiet(model: Any) -> None:
 
 
 def _targets(evidence: Evidence, number: int) -> int:
-    main = evidence.all_observed[number].main
+    main: Any = evidence.all_observed[number].main
     if main is None or not hasattr(main.labels, "shape"):
         return 1
     return int(main.labels.shape[0]) if main.labels.dim() else 1

@@ -8,10 +8,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence import CannotJudge, Evidence, Finding, eval_noise, failed, passed, skipped
+from evidence import CannotJudge, Evidence, Finding, at, eval_noise, failed, passed, skipped
 from step_run import cycled, drive, kept
 
-from kit.fix import caller_line, fix_at, fix_in
+from kit.fix import caller_line, fix_in
 
 EVALUATED_BATCHES = 64
 DROPOUTS = {
@@ -34,7 +34,7 @@ def check_train_eval_mode(evidence: Evidence, limit: float) -> Finding:
         what, where = in_eval
         text = "pass training=self.training, or use nn.Dropout as a submodule"
         return failed(f"{what} in evaluation mode: eval() does not switch it off", what,
-                      fix_at(*where, text) if where else None)  # fmt: skip
+                      at(where, text))  # fmt: skip
     switched = _switched(evidence)
     trained = _trained_in_eval(evidence, switched)
     if trained is not None:
@@ -198,7 +198,8 @@ def run_evaluation(evidence: Evidence) -> None:
     with evidence.user(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if target.runtime is None:
-            target.evaluate(target.model, evidence.batches)  # type: ignore[misc]
+            validate: Any = target.evaluate
+            validate(target.model, evidence.batches)
             return
         from curry_train.evaluate import evaluate
 

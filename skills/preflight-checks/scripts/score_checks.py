@@ -10,6 +10,7 @@ from evidence import (
     Evidence,
     Finding,
     UserError,
+    at,
     failed,
     passed,
     relative_change,
@@ -18,14 +19,14 @@ from evidence import (
 
 from kit import observation
 from kit.batch_tree import leaves
-from kit.fix import fix_at, fix_in
+from kit.fix import fix_in
 
 SUMS_TO_ONE, SUMS_TO_ONE_HALF = 1e-3, 2e-2
 
 
 def check_double_softmax(evidence: Evidence, limit: Any) -> Finding:
     """No softmax or sigmoid is taken of scores that already went through one."""
-    seen = [s for s in evidence.all_observed if s.main is not None]
+    seen: list[Any] = [s for s in evidence.all_observed if s.main is not None]
     if not seen or seen[0].main.kind not in ("classes", "binary"):
         return skipped("the loss takes no softmax or sigmoid")
     for observation_ in seen:
@@ -33,8 +34,8 @@ def check_double_softmax(evidence: Evidence, limit: Any) -> Finding:
             message = _squashed_twice(call)
             if message is not None:
                 text = "give the loss the raw scores (logits)"
-                return failed(message[0], message[1], fix_at(*call.where, text) if call.where else None)  # fmt: skip  # noqa: E501
-    main = seen[0].main
+                return failed(message[0], message[1], at(call.where, text))
+    main: Any = seen[0].main
     note = " (log_softmax before cross_entropy changes nothing)"
     harmless = main.function == "cross_entropy" and main.origin == "log_softmax"
     return passed(f"{main.function} of {main.origin} scores" + (note if harmless else ""))
@@ -107,7 +108,7 @@ def check_missing_log_softmax(evidence: Evidence, limit: Any) -> Finding:
         return failed(
             f"nll_loss gets {kind}: the loss falls without bound or to -1 and is no likelihood",
             sums,
-            fix_at(*call.where, text) if call.where else None,
+            at(call.where, text),
         )
     return passed("nll_loss gets log-probabilities") if nll else skipped("the loss takes logits")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import sight as seeing
 from batch_checks import Lookups
-from evidence import IGNORED, CannotJudge, Evidence, Finding, failed, passed, skipped
+from evidence import IGNORED, CannotJudge, Evidence, Finding, at, failed, passed, skipped
 
 from kit.batch_tree import leaves
-from kit.fix import fix_at, fix_in
+from kit.fix import fix_in
 
 POSITIONS = (0.0, 0.25, 0.5, 0.75)
 OFFSETS = (-2, -1, 0, 1, 2, 3)
@@ -63,7 +63,7 @@ def _shifts(evidence: Evidence) -> list[Shift]:
     """Every way to lay labels against ids, the likeliest first."""
     candidates: dict[tuple[str, bool], list[Shift]] = {}
     for batch, seen in zip(evidence.batches, evidence.all_observed, strict=True):
-        main = seen.main
+        main: Any = seen.main
         if main is None or main.kind != "classes" or main.raw_labels.is_floating_point():
             continue
         ids_seen = _ids_seen(evidence, batch)
@@ -177,7 +177,7 @@ def _measured_sights(evidence: Evidence, limit: float, training: bool) -> dict[i
     ]  # fmt: skip
     if not inputs:
         raise CannotJudge("the ids are not looked up in an embedding, so no gradient begins there")
-    main = found.seen.main
+    main: Any = found.seen.main
     rows = seeing.score_rows(main)
     count, length = shift.labels.shape
     if len(rows) != count * length:
@@ -193,7 +193,7 @@ def _measured_sights(evidence: Evidence, limit: float, training: bool) -> dict[i
     sights = {}
     for t in wanted:
         gradients = found.of(seeing.projected(rows[example, t]))
-        strength = sum(
+        strength: Any = sum(
             (g.transpose(0, 1) if turned else g)[example].abs().flatten(1).amax(1)
             for g in (gradients[n] for n in inputs)
         )
@@ -216,10 +216,10 @@ def check_label_shift(evidence: Evidence, limit: float) -> Finding:
     shift = shift_of(evidence)
     if shift is None:
         return _foreign_labels(evidence, limit)
-    main = evidence.observed.main
+    main: Any = evidence.observed.main
     text = "labels[t] must be input_ids[t+1], shifted once, in the data or in the loss"
-    fix = fix_at(*main.where, text) if main.where else None
-    best = shift.best
+    fix = at(main.where, text)
+    best: Any = shift.best
     if best == 1:
         return _shifted_once(evidence, shift, fix)
     share = shift.shares[best]
