@@ -178,7 +178,7 @@ def _judge_scores(
     """Judge a loss of classes or of yes and no."""
     said = f"{f.loss:.4f}, expected {f.expected:.4f} ({f.expectation})"
     high = f.excess > limits["logit-scale"] and not f.close and not _is_contrastive(f)
-    low = f.excess < limits["initial-loss"] and not f.close
+    low = f.excess < -limits["initial-loss"] and not f.close
     verdict, message, fix, limit = "pass", said, None, [LOW, HIGH]
     if not f.first.term.normalised:
         verdict, fix = "fail", _line(f, "take log_softmax of the scores first")
@@ -191,8 +191,8 @@ def _judge_scores(
         )
         fix = head_line(target, f.first.term, better) or _line(f, "look at the scores")
     elif low:
-        verdict, message = _judge_low(f, said, trained, limits["initial-loss"])
-        limit = limits["initial-loss"]
+        verdict, message = _judge_low(f, said, trained, -limits["initial-loss"])
+        limit = -limits["initial-loss"]
         fix = _line(f, "see what the scores know of these labels") if verdict == "fail" else None
     elif _is_contrastive(f) and f.excess > HIGH:
         message = f"{said}: higher by the temperature; label i is row i, whose scores have one"

@@ -251,6 +251,9 @@ def _elements(call: LossCall, outer: Any) -> dict[str, Any] | None:
         call.options["rule"] = rule
         costs, mass = value_costs(scores - labels, rule, call.options) * weight, weight
     weights = _element_weights(call, outer, shape, columns, costs)
+    missing = labels.isnan()  # a caller may mask them after the loss
+    labels, costs = (torch.where(missing, 0.0, value) for value in (labels, costs))
+    weights, mass = (torch.where(missing, 0.0, value) for value in (weights, mass))
     return {
         "scores": scores,
         "labels": labels,
