@@ -129,7 +129,7 @@ def _project_order(evidence: Evidence) -> Finding:
         other = evidence.target.rebuild(seed + 1).runtime.batches
         if _equal(first, taken(other, 0)):
             return failed("another seed gives the same order", 0, place)
-        epoch = getattr(loader, "windows_per_epoch", None) or getattr(loader, "samples", None)
+        epoch = getattr(loader, "samples_per_epoch", None)
         if isinstance(epoch, int) and _equal(first, taken(loader, epoch)):
             return failed("the second epoch has the order of the first", 0, place)
     return passed("repeats with its seed, differs with another seed and in the second epoch", 1)

@@ -98,8 +98,8 @@ def _judged_tensors(evidence: Evidence, found: seeing.Sight) -> list[tuple[str, 
         if dim is not None and tensor.requires_grad:
             judged.append(("the output", tensor.movedim(dim, 0), lambda i: i))
     main: Any = found.seen.main
-    labelled = main is not None and any(r in ("label", "both") for r in evidence.roles.values())
-    if labelled and not time_first(evidence):
+    labelled = any(role in ("label", "both") for role in evidence.roles.values())
+    if main is not None and labelled and not time_first(evidence):
         rows = seeing.score_rows(main)
         pairs = main.kind == "classes" and rows.shape[-1] == len(rows)
         if len(rows) % size == 0 and not pairs and rows.requires_grad:
