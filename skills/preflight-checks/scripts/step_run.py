@@ -138,7 +138,7 @@ def losses(target: Target, batches: list[Any], steps: int, seed: int = SEED) -> 
         if target.optimizer is not None:
             target.optimizer.zero_grad()
         loss = target.loss_fn(target.model, batch)
-        found.append(float(loss))
+        found.append(float(loss.detach()))
         if target.optimizer is not None and loss.requires_grad:
             loss.backward()
             target.optimizer.step()
