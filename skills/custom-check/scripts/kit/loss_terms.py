@@ -189,8 +189,9 @@ def _class_rows(call: LossCall, outer: Any) -> dict[str, Any] | None:
         divisor = 1.0
         if reduction == "mean":
             weight: Any = call.options.get("weight")
-            by_class = labels.dim() == 1 and weight is not None
-            divisor = float(weight.detach().double().cpu()[labels].sum()) if by_class else count
+            divisor = count
+            if labels.dim() == 1 and hasattr(weight, "detach"):
+                divisor = float(weight.detach().double().cpu()[labels].sum())
         weights = torch.full_like(costs, float(outer) / max(divisor, 1e-300))
     return {
         "scores": scores,
