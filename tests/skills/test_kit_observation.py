@@ -154,6 +154,21 @@ def test_a_difference_to_the_batch_is_a_regression():
     assert call.labels is given["y"]
 
 
+def test_a_scaled_label_is_a_label_and_a_missing_one_no_input():
+    given = {"x": torch.randn(6, 4), "y": torch.arange(30).view(6, 5)}
+    _, call = main_of(lambda m, b: ((m(b["x"]) - b["y"].float() / 10) ** 2).mean(), given=given)
+    assert (call.kind, call.function) == ("values", "sub")
+    assert call.labels.max() == pytest.approx(2.9)
+
+    def masked(m, b):
+        error = (m(b["x"]) - b["y"]) ** 2
+        return error[~b["y"].isnan()].mean()
+
+    given = {"x": torch.randn(6, 4), "y": torch.randn(6, 5)}
+    given["y"][0, 0] = math.nan
+    assert roles(target_of(Head(), masked), given) == {"x": "input", "y": "label"}
+
+
 def test_binary_and_sigmoid():
     given = {"x": torch.randn(6, 4), "y": torch.rand(6, 5).round()}
     loss = F.binary_cross_entropy_with_logits

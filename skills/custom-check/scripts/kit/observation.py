@@ -212,7 +212,7 @@ def _same(before: list[Any], after: list[Any]) -> bool:
     import torch
 
     return len(before) == len(after) and all(
-        a.shape == b.shape and torch.equal(a.detach(), b.detach())
+        a.shape == b.shape and torch.allclose(a.detach(), b.detach(), 0.0, 0.0, equal_nan=True)
         for a, b in zip(before, after, strict=True)
     )
 

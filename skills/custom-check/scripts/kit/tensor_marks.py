@@ -22,6 +22,10 @@ _SAME_VALUES = {
     *("cuda", "clamp", "clamp_min", "clamp_max", "clip", "cat", "stack", "long", "int"),
 }
 _NUDGES = {"add", "__add__", "__radd__"}
+_SCALINGS = {
+    *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__"),
+    *("div", "__truediv__", "true_divide", "neg", "__neg__", "log", "log1p", "sqrt"),
+}
 NUDGE = 1e-3
 """A constant up to this size guards a logarithm and changes nothing else."""
 
@@ -111,6 +115,9 @@ class Marks:
     def _keeps(self, name: str, args: Any, first: Any, result: Any) -> bool:
         if name in _SAME_VALUES:
             return True
+        mark = self.of(first)
+        if mark is not None and mark.origin == "batch" and name in _SCALINGS:
+            return all(isinstance(value, (int, float)) for value in args[1:])
         if name in _NUDGES and len(args) > 1 and isinstance(args[1], (int, float)):
             return abs(args[1]) <= NUDGE
         if name.endswith("_") and not name.endswith("__"):
