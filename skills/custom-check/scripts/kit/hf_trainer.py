@@ -148,7 +148,7 @@ class _Loss:
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        smoother = getattr(self.trainer, "label_smoother", None)
+        smoother: Any = getattr(self.trainer, "label_smoother", None)
         known = type(smoother).__module__.startswith("transformers.")
         if known:
             self.trainer.label_smoother = _Smoothing(smoother.epsilon, smoother.ignore_index)
