@@ -165,6 +165,16 @@ def test_a_failed_check_shows_value_threshold_and_the_line_to_change():
     assert wanted in render(written(report), "r").splitlines()
 
 
+def test_a_long_message_leaves_the_line_to_change_whole():
+    place = {"file": "/home/someone/project/source/train.py", "line": 7, "text": "call zero_grad"}
+    for verdict, width in (("fail", 320), ("pass", 160)):
+        report = Report("custom-check")
+        report.check("own", verdict, message="why " * 200, fix=place)
+        line = render(written(report), "r").splitlines()[1]
+        assert line.endswith("... -> /home/someone/project/source/train.py:7: call zero_grad")
+        assert len(line) == width
+
+
 def test_ids_stand_in_one_table_and_are_kebab_case():
     assert CHECK_IDS and all(is_check_id(word) and text for word, text in CHECK_IDS.items())
     with pytest.raises(ValueError, match="is not in kit"):

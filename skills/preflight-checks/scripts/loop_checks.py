@@ -76,9 +76,11 @@ def _step_place(evidence: Evidence, text: str) -> Any:
     if evidence.target.runtime is not None:
         step = sys.modules["curry_train.step"].train_step
         return fix_in(step, text, r"optimizer\.step|forget") or fix_in(step, text)
-    return fix_in(evidence.target.train_step, text, r"backward") or fix_in(
-        evidence.target.train_step, text
-    )
+    for place in (evidence.target.train_step, evidence.target.model):
+        found = fix_in(place, text, r"backward|zero_grad|step\(")
+        if found is not None:
+            return found
+    return fix_in(evidence.target.train_step, text)
 
 
 def _second(evidence: Evidence, batches: list[Any], *, fresh: bool) -> list[Any]:
@@ -184,8 +186,8 @@ def _of_step(evidence: Evidence) -> Finding | None:
     target = evidence.target
     if evidence.step is None or target.optimizer is None:
         return None
-    if type(target.optimizer).__name__ == "LBFGS":
-        return None
+    if type(target.optimizer).__name__ == "LBFGS" or hasattr(target.optimizer, "members"):
+        return None  # each of several optimizers has a loss of its own
     parameters = [p for group in target.optimizer.param_groups for p in group["params"]]
     with kept(target):
         forget(target)
@@ -195,7 +197,7 @@ def _of_step(evidence: Evidence) -> Finding | None:
         if target.runtime is not None:
             return _of_project_step(evidence, batches[0], wanted)
         with unclipped():
-            seen = drive(evidence, iter(batches))
+            seen = drive(evidence, itertools.cycle(batches))
     if seen.calls > 1:
         return None
     a, b = flat(seen.gradients, wanted), flat(wanted, seen.gradients)
@@ -221,7 +223,7 @@ def _of_project_step(evidence: Evidence, batch: Any, wanted: list[Any]) -> Findi
         return None
     step = sys.modules["curry_train.step"].train_step
     told = out.loss + getattr(out, "aux_loss", 0.0) + getattr(out, "z_loss", 0.0)
-    loss = float(evidence.observe(batch).loss)
+    loss = float(evidence.observe(batch).loss.detach())
     norm = float(flat(wanted).norm())
     for name, ratio in (("loss", told / loss if loss else 1.0),
                         ("gradient norm", out.grad_norm / norm if norm else 1.0)):  # fmt: skip
@@ -339,7 +341,7 @@ def _foreign_accumulation(evidence: Evidence, limit: float) -> Finding:
             c * flat(p, seen.gradients) for c, p in zip(counts, parts[:used], strict=False)
         )
         plain = sum(flat(p, seen.gradients) for p in parts[:used])
-    elif seen.forwards > 1:
+    elif seen.forwards > 1 and max(seen.sizes, default=0) < evidence.size:
         weighted, plain = flat(parts[0], seen.gradients), None
     else:
         return skipped("one micro-batch a step")

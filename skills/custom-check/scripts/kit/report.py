@@ -22,6 +22,7 @@ EXIT_CODES = {"pass": 0, "fail": 1, "unclear": 3}
 FIX_KEYS = {"file", "line", "text"}
 MAX_LINES = 15
 MAX_WIDTH = 160
+FAILED_WIDTH = 320  # of what is to be done: a failed check with the line to change, and next
 BUNDLE = Path(__file__).resolve().parents[4]
 
 
@@ -146,9 +147,9 @@ def render(report: Mapping[str, Any], path: Path, code: int | None = None) -> st
     """Give the text: at most MAX_LINES lines, every failed id among them, verdict and path last."""
     order = {"fail": 0, "unclear": 1, "pass": 2, "skipped": 3}
     checks = sorted(report["checks"], key=lambda check: order[check["verdict"]])
-    extra = [f"  {line}" for line in report["evidence"]][:3]
-    extra += [f"  next: {line}" for line in report["next"]][:2]
-    lines = [f"{report['skill']}: {report['summary']}"]
+    extra = [_one_line(f"  {line}") for line in report["evidence"][:3]]
+    extra += [_one_line(f"  next: {line}", FAILED_WIDTH) for line in report["next"][:2]]
+    lines = [_one_line(f"{report['skill']}: {report['summary']}")]
     room = MAX_LINES - len(lines) - len(extra) - 1
     if len(checks) > room:
         shown, hidden = checks[: room - 2], checks[room - 2 :]
@@ -159,14 +160,13 @@ def render(report: Mapping[str, Any], path: Path, code: int | None = None) -> st
     else:
         lines += [_check_line(check) for check in checks]
     verdict = report["verdict"]
-    lines = [_one_line(line, keep="also fail" in line) for line in [*lines, *extra]]
     code = EXIT_CODES[verdict] if code is None else code
-    return "\n".join([*lines, f"verdict: {verdict} (exit {code}), report {path}"])
+    return "\n".join([*lines, *extra, f"verdict: {verdict} (exit {code}), report {path}"])
 
 
-def _one_line(text: str, *, keep: bool) -> str:
+def _one_line(text: str, width: int = MAX_WIDTH) -> str:
     flat = text[:1] + " ".join(text[1:].split("\n"))
-    return flat if keep or len(flat) <= MAX_WIDTH else flat[: MAX_WIDTH - 3] + "..."
+    return flat if len(flat) <= width else flat[: width - 3] + "..."
 
 
 def _check_line(check: Mapping[str, Any]) -> str:
@@ -176,7 +176,9 @@ def _check_line(check: Mapping[str, Any]) -> str:
     line += f" {unit}" if unit and value is not None else ""
     line += "" if threshold is None else f" (threshold {_short(threshold)})"
     line += f": {check['message']}" if check["message"] else ""
-    return line + (f" -> {fix['file']}:{fix['line']}: {fix['text']}" if fix else "")
+    place = f" -> {fix['file']}:{fix['line']}: {fix['text']}" if fix else ""
+    width = FAILED_WIDTH if check["verdict"] == "fail" else MAX_WIDTH
+    return _one_line(line, max(width - len(place), MAX_WIDTH // 2)) + " ".join(place.split("\n"))
 
 
 def _short(value: Any) -> str:
