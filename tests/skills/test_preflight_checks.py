@@ -121,6 +121,10 @@ def linear_warmup(made, *, warmup=2, total=20, floor=0.0):
     return torch.optim.lr_scheduler.LambdaLR(made.optimizer, rate)
 
 
+def cosine(made, length):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(made.optimizer, length)
+
+
 def stale(parameters):
     return torch.optim.AdamW(Net().parameters())
 
@@ -367,6 +371,9 @@ CASES = [
         {"scheduler": lambda t: linear_warmup(t, floor=-1, total=10), "total_steps": 20},
         "fail",
     ),
+    ("schedule-values", {"scheduler": lambda t: cosine(t, 2), "total_steps": 20}, "fail"),
+    ("schedule-values", {"scheduler": lambda t: cosine(t, 20), "total_steps": 20}, "pass"),
+    ("schedule-values", {"scheduler": lambda t: cosine(t, 4), "total_steps": 20}, "pass"),
     ("schedule-values", {}, "skipped"),
     ("loss-scale", {}, "pass"),
     ("loss-scale", {"loss_fn": lambda m, b: of_rows(m, b) * len(b[1])}, "fail"),

@@ -23,6 +23,7 @@ from kit.target import seed_everything
 COMPARED = 3
 MOST_STEPS = 50_000
 NOTHING = 1e-6
+RETURNED = 0.25  # of its range that a cosine may have risen again at the last step
 """Share of the highest learning rate up to which one counts as 0."""
 SIMULATED_SECONDS = 5.0
 
@@ -309,10 +310,25 @@ def check_schedule_values(evidence: Evidence, limit: float) -> Finding:
         fix = _schedule_place(evidence, "give it the run's steps")
         return failed(f"scheduler.step() raises at step {len(values)} of {total}: {error}",
                       len(values), fix)  # fmt: skip
-    found = judge_values(values, limit, warmup_may_exceed=False)
+    found = _cosine_that_returns(target.scheduler, values)
+    found = found or judge_values(values, limit, warmup_may_exceed=False)
     if found["verdict"] == "fail":
         found["fix"] = _schedule_place(evidence, "give the schedule the run's optimizer steps")
     return found
+
+
+def _cosine_that_returns(scheduler: Any, values: list[float]) -> Finding | None:
+    """A CosineAnnealingLR goes up again after T_max; meant cycles have classes of their own."""
+    last = (getattr(scheduler, "_schedulers", None) or [scheduler])[-1]
+    top = next(i for i, v in enumerate(values) if v >= 0.999 * max(values))
+    least = min(values[top:])
+    if type(last).__name__ != "CosineAnnealingLR" or least == values[top]:
+        return None
+    back = (values[-1] - least) / (values[top] - least)
+    if back <= RETURNED:
+        return None
+    return failed(f"T_max={last.T_max} is less than the run's steps: the learning rate rises "
+                  f"again and ends at {back:.0%} of its range ({shown_values(values)})", back)  # fmt: skip
 
 
 def _schedule_place(evidence: Evidence, text: str) -> Any:
