@@ -10,6 +10,8 @@ from kit import plots
 
 MANY = 40
 """Modules of which histograms are drawn; more would not be read."""
+ROOM = 28
+"""Characters of a module's label."""
 
 
 def draw(seen: Any, path: Path, limits: dict[str, float]) -> list[str]:
@@ -36,10 +38,12 @@ def _depth(axes: Any, flow: Any) -> None:
             axes.plot(shown, marker="o", label=f"gradient, {stack.names[0]} ...")
         axes.plot(stack.rms, marker=".", linestyle="--", label=f"rms, stack {number}")
     if not flow.stacks:
+        axes.set_xlabel("module, in the order of the calls")
         rows = [m for m in flow.modules if m["gradient_norm"]]
         axes.plot([m["gradient_norm"] for m in rows], marker="o", label="gradient by module")
         axes.plot([m["rms"] for m in rows], marker=".", linestyle="--", label="rms by module")
     axes.set_yscale("log")
+    axes.locator_params(axis="x", integer=True)
     axes.legend(fontsize=7)
 
 
@@ -61,6 +65,7 @@ def _attention(axes: Any, rows: list[dict[str, Any]], limits: dict[str, float]) 
         shares = [h["entropy"] for h in row["heads"] if h["entropy"] is not None]
         axes.scatter([number] * len(shares), shares, s=12)
     axes.axhline(limits["attention-entropy"], **plots.LIMIT)
+    axes.locator_params(axis="x", integer=True)
     if not rows:
         axes.text(0.5, 0.5, "no softmax attention", ha="center", transform=axes.transAxes)
 
@@ -85,7 +90,14 @@ def _histograms(axes: Any, samples: dict[str, Any], order: list[str], what: str)
         cmap="magma",
         interpolation="nearest",
     )
-    axes.set_yticks(range(len(names)), [name[-28:] for name in names], fontsize=5)
+    axes.set_yticks(range(len(names)), [_ending(name) for name in names], fontsize=5)
+
+
+def _ending(name: str) -> str:
+    """As many of a module's last names as there is room for."""
+    while len(name) > ROOM and "." in name:
+        name = name.split(".", 1)[1]
+    return name
 
 
 def _log_sizes(values: Any) -> Any:
@@ -102,7 +114,7 @@ def _units(axes: Any, flow: Any, limits: dict[str, float]) -> None:
         axes.text(0.5, 0.5, "no activation function seen", ha="center", transform=axes.transAxes)
         return
     axes.barh(range(len(rows)), [value for _, value, _ in rows])
-    axes.set_yticks(range(len(rows)), [f"{n[-24:]} {k}" for n, _, k in rows], fontsize=5)
+    axes.set_yticks(range(len(rows)), [f"{_ending(n)} {k}" for n, _, k in rows], fontsize=5)
     axes.axvline(limits["dead-units"], **plots.LIMIT)
     axes.invert_yaxis()
 

@@ -327,14 +327,14 @@ def _cosine_that_returns(scheduler: Any, values: list[float]) -> Finding | None:
     back = (values[-1] - least) / (values[top] - least)
     if back <= RETURNED:
         return None
-    return failed(f"T_max={last.T_max} is less than the run's steps: the learning rate rises "
-                  f"again and ends at {back:.0%} of its range ({shown_values(values)})", back)  # fmt: skip
+    shown = f"ends at {back:.0%} of its range ({shown_values(values)})"
+    return failed(
+        f"T_max={last.T_max} is less than the run's steps: the rate rises again and {shown}", back
+    )
 
 
 def _schedule_place(evidence: Evidence, text: str) -> Any:
-    home = sys.modules.get(getattr(evidence.target.loss_fn, "__module__", "") or "")
-    pattern = r"lr_scheduler|LambdaLR|LR\(|schedule"
-    return None if home is None else fix_in(home, text, pattern)
+    return evidence.in_builder(text, r"lr_scheduler|LambdaLR|LR\(|schedule")
 
 
 def _project_schedule(evidence: Evidence, limit: float) -> Finding:
@@ -431,10 +431,10 @@ def _scheduled_by_step(evidence: Evidence) -> Finding | None:
         seen = drive(evidence, cycled(evidence), steps=2)
     place = fix_in(target.train_step, "step the scheduler once, after the optimizer",
                    r"sched")  # fmt: skip
-    if any("before `optimizer.step()`" in text for text in seen.told):
-        return failed("the scheduler steps before the optimizer: the first rate is never used",
-                      seen.ticks, place)  # fmt: skip
     if seen.ticks > seen.steps:
         return failed(f"the scheduler steps {seen.ticks} times in {seen.steps} optimizer steps",
                       seen.ticks / seen.steps, place)  # fmt: skip
+    if seen.ticked_first:
+        return failed("the scheduler steps before the optimizer: the first rate is never used",
+                      seen.ticks, place)  # fmt: skip
     return None
