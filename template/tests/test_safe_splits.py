@@ -221,6 +221,7 @@ def test_equal_rows_of_arrays_are_one_group_and_appended_rows_rename_none():
         (lambda: split_by_time([1.0, float("nan")], TWO), "one is missing"),
         (lambda: split_by_time(np.array(["2024-01-01", "NaT"], "M8[D]"), TWO), "one is missing"),
         (lambda: split_by_time(["2024-01-01", "2024-01-02"], TWO), "datetime64"),
+        (lambda: group_duplicates(["a b", None, "a b"]), "1 of 3 rows are no text"),
         (lambda: split_by_time(np.zeros((2, 2)), TWO), "a number or datetime64"),
     ],
 )

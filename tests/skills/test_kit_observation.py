@@ -178,6 +178,22 @@ def test_binary_and_sigmoid():
     assert call.origin == "raw"
 
 
+def test_a_loss_of_each_example_under_vmap_is_left_alone():
+    def loss_fn(m, b):
+        given = dict(m.named_parameters())
+
+        def one(x, y):
+            return F.cross_entropy(torch.func.functional_call(m, given, (x[None],)), y[None])
+
+        return torch.vmap(one)(b["x"], b["y"]).mean()
+
+    model = Head().eval()
+    found = observe(target_of(model, loss_fn), batch())
+    assert found.main is None
+    torch.testing.assert_close(found.loss, cross_entropy(model, batch()))
+    assert roles(target_of(model, loss_fn), batch()) == {"x": "input", "y": "label"}
+
+
 def test_a_raising_loss_is_raised_or_kept():
     given = batch()
     given["y"][0] = 99

@@ -201,6 +201,38 @@ def test_what_a_finished_job_leaves_behind_is_ended(folder):
     assert not psutil.pid_exists(left) or gone([psutil.Process(left)])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give no orphans to the leash")
+def test_what_went_into_a_session_of_its_own_is_ended_too(folder):
+    away = "import os, time; os.setsid(); open('left', 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import os, time\nif not os.fork():\n {away}\ntime.sleep(60)"
+    job = {"name": "a", "command": [sys.executable, "-I", "-S", "-c", code], "config_hash": "a"}
+    text = json.dumps({"jobs": [job]})
+    (folder.path / "jobs.json").write_text(text, encoding="utf-8")
+    process = folder.start()
+    while not (folder.path / "left").exists() or not (folder.path / "left").read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    left = psutil.Process(int((folder.path / "left").read_text()))
+    process.kill()
+    process.communicate()
+    assert gone([left], within=5)
+
+
+def test_a_job_that_clears_its_folder_is_done_and_a_moved_folder_stays_done(folder):
+    folder.write({"a": "true", "bad": "true"})
+    jobs = json.loads((folder.path / "jobs.json").read_text())
+    for job, code in zip(jobs["jobs"], (0, 3), strict=True):
+        job["command"] = ["/bin/sh", "-c", f"rm -r {{folder}}; exit {code}"]
+    (folder.path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    done = folder.run()
+    assert done.returncode == 1 and "failed: bad, exit 3" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    (record,) = [r for r in folder.home.glob("*/record.json") if '"a"' in r.read_text()]
+    moved = record.parent.rename(folder.path / "moved")
+    kept = runner._kept(moved)
+    assert kept is not None and kept.folder == str(moved)
+
+
 def test_a_torn_record_counts_as_none(folder):
     folder.write({"a": "true"})
     folder.run()

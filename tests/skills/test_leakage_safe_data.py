@@ -596,6 +596,15 @@ def write_csv(path, table):
     return path
 
 
+def test_a_header_with_commas_in_quotes_and_an_array_beside_the_table_are_read(tmp_path):
+    (tmp_path / "t.csv").write_text('"weight, kg";"height, cm";y\n-1,5;2;0\n3;4;1\n')
+    found = reading.read_table("", str(tmp_path / "t.csv")).columns
+    assert list(found) == ["weight, kg", "height, cm", "y"]
+    assert found["weight, kg"].values.tolist() == [-1.5, 3.0]
+    np.savez(tmp_path / "t.npz", x=np.arange(3.0), version=np.array(2))
+    assert list(reading.read_table("", str(tmp_path / "t.npz")).columns) == ["x"]
+
+
 @pytest.mark.parametrize(
     "form", ["csv", "csv.gz", "tsv", "parquet", "npz", "npy", "two files", "semicolon"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import gzip
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kit.errors import UsageError
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".parquet", ".npy", ".npz")
 MISSING = {"", "na", "n/a", "nan", "null", "none"}
 ROWS_AT_ONCE = 50_000
+DECIMAL_COMMA = re.compile(r"^(\s*[-+]?\d*),(\d+(?:[eE][-+]?\d+)?\s*)$")
 
 
 @dataclass
@@ -205,9 +207,11 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         with opener(file, "rt", encoding="utf-8-sig", newline="") as stream:
             start = stream.readline()
             stream.seek(0)
-            delimiter = max("\t,;|", key=start.count)
+            delimiter = max("\t,;|", key=re.sub(r'"[^"]*"', "", start).count)
             reader = csv.reader(stream, delimiter=delimiter)
             for row in reader:
+                if row and delimiter == ";":  # where numbers may have a decimal comma
+                    row = [DECIMAL_COMMA.sub(r"\1.\2", field) for field in row]
                 if row:
                     yield reader.line_num, row
     except UnicodeDecodeError as error:
@@ -256,7 +260,8 @@ def _numpy(file: Path) -> list[Column]:
         else:
             raise UsageError(f"{file} has shape {loaded.shape}", "a table is [rows, columns]")
     columns = []
-    lengths = {len(array) for array in arrays.values() if array.ndim}
+    arrays = {name: array for name, array in arrays.items() if array.ndim}  # a version, a comment
+    lengths = {len(array) for array in arrays.values()}
     if len(lengths) != 1:
         raise UsageError(f"{file} has arrays of {sorted(lengths)} rows", "all need the same")
     for name, array in arrays.items():

@@ -95,8 +95,12 @@ def group_duplicates(rows: Any, *, threshold: float = 0.8) -> np.ndarray:
     Texts (a sequence of str): sets of three words in a row (case and signs apart) whose Jaccard
     index is `threshold` or more, also through a chain of texts. Arrays [N, ...]: equal bytes.
     A group's name is the hash of its first row, so it stays when rows are appended.
+    Raises: DataError when some rows are text and some not.
     """
     texts = [text for text in rows if isinstance(text, str)]
+    if texts and len(texts) != len(rows):
+        found = f"{len(rows) - len(texts)} of {len(rows)} rows are no text"
+        raise DataError(f"{found}; all or none are; write '' where a text is missing")
     words = [re.findall(r"\w+", text.lower()) for text in texts]
     keys = [(" ".join(w) or t).encode() for w, t in zip(words, texts, strict=True)]
     keys = keys or [np.ascontiguousarray(row).tobytes() for row in rows]

@@ -2,12 +2,14 @@
 
 Standard input is a pipe that nobody writes to. It closes when the runner asks for an end or is
 itself killed, by whatever signal; then the command and what it started get SIGTERM, and SIGKILL
-after some seconds. Standard library only; exits with the command's code, 128 + N for signal N.
+after some seconds. On Linux that finds what went into a session of its own too (torchrun's
+workers). Standard library only; exits with the command's code, 128 + N for signal N.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import threading
 from collections.abc import Sequence
 
 GRACE_SECONDS = 5.0
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(command: Sequence[str]) -> int:
@@ -23,6 +26,8 @@ def main(command: Sequence[str]) -> int:
     if list(command) in ([], ["--help"]):
         print(__doc__)
         return 0
+    with contextlib.suppress(OSError, AttributeError):  # orphans of the job become ours
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     except OSError as error:
@@ -31,6 +36,11 @@ def main(command: Sequence[str]) -> int:
     threading.Thread(target=_watch, args=(child,), daemon=True).start()
     code = child.wait()
     _signal_group(child.pid, signal.SIGKILL)  # whatever it left behind
+    while orphans := _own_children():
+        for orphan in orphans:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(orphan, signal.SIGKILL)
+                os.waitpid(orphan, 0)
     return code if code >= 0 else 128 - code
 
 
@@ -41,6 +51,14 @@ def _watch(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(GRACE_SECONDS)
     _signal_group(child.pid, signal.SIGKILL)
+
+
+def _own_children() -> list[int]:
+    try:
+        files = [f"/proc/self/task/{task}/children" for task in os.listdir("/proc/self/task")]
+        return [int(pid) for file in files for pid in open(file, encoding="ascii").read().split()]
+    except OSError:
+        return []
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

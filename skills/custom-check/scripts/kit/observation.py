@@ -111,11 +111,21 @@ class Observation:
 
     @property
     def scores(self) -> list[Any]:
-        """What the model says of the batch: its outputs, else the scores of the main call."""
+        """What the model says of the batch: its outputs, else the scores that met labels."""
         main = self.main
         if self.outputs or main is None:
             return self.outputs
-        return [main.raw_scores]
+        return [main.raw_scores, *(c.raw_scores for c in self.named if c is not main)]
+
+    @property
+    def named(self) -> list[LossCall]:
+        """The calls of loss functions by name, of scores with a graph."""
+        return [
+            call
+            for call in self.calls
+            if call.kind != "other" and call.function != "sub"
+            if getattr(call.raw_scores, "requires_grad", False)
+        ]
 
 
 def observe(target: Target, batch: Any, *, catch: bool = False) -> Observation:
@@ -198,6 +208,8 @@ def _what_changed(plain: Observation, changed: Observation) -> set[str]:
         scores = not _same(plain.scores, changed.scores)
         return {"input"} if scores else ({"label"} if _differs(plain, changed) else set())
     kinds = set() if _same([before.raw_scores], [after.raw_scores]) else {"input"}
+    if not _same([c.raw_scores for c in plain.named], [c.raw_scores for c in changed.named]):
+        kinds.add("input")  # of another task, or of another part as in a GAN
     labels = not _same([before.raw_labels], [after.raw_labels])
     if labels or (not kinds and _differs(plain, changed)):
         kinds.add("label")
@@ -231,10 +243,20 @@ def _weigh(found: Observation) -> None:
             call.share = float((gradient.double() * call.result.detach().double()).sum())
 
 
+def _unwrapped(tensor: Any) -> Any:
+    """Take a tensor out of vmap and grad of torch.func: of all examples at once, with its graph."""
+    import torch
+
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 @contextlib.contextmanager
 def _outputs_of(model: Any, found: Observation) -> Iterator[None]:
     def keep(module: Any, arguments: Any, output: Any) -> None:
-        found.outputs += [t for _, t in leaves(output) if t.is_floating_point() and t.dim() > 0]
+        floats = [t for _, t in leaves(output) if t.is_floating_point() and t.dim() > 0]
+        found.outputs += map(_unwrapped, floats)
 
     handle = model.register_forward_hook(keep)
     try:
@@ -268,6 +290,7 @@ def _fused_loss(target: Target, recorder: Any) -> Iterator[None]:
 
 def _recorder() -> Any:
     """Make the class that watches torch's functions; torch is imported by then."""
+    import torch
     from torch.overrides import TorchFunctionMode
 
     class Recorder(TorchFunctionMode):
@@ -280,6 +303,8 @@ def _recorder() -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
+            if torch._C._functorch.maybe_current_level() is not None:
+                return func(*args, **kwargs)  # inside of vmap and grad tensors have no values
             name = getattr(func, "__name__", "")
             if name in CLASSES | BINARY | VALUES | OTHER and not name.endswith("_"):
                 return self._loss(name, func, args, kwargs)

@@ -34,7 +34,7 @@ FOLDER = "{folder}"
 """Stands in a command for the job's own folder."""
 RECORD, ORPHANS = "record.json", "orphans"
 LEASH = Path(__file__).with_name("leash.py")
-TAIL_LINES = 5
+TAIL_LINES, TAIL_BYTES = 5, 20_000
 POLL_SECONDS = 0.05
 ORPHAN_SECONDS = 30.0
 
@@ -159,7 +159,7 @@ def _kept(folder: Path) -> Outcome | None:
         outcome = Outcome(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    outcome.kept = True
+    outcome.kept, outcome.folder = True, str(folder)  # the project may have been moved
     return None if outcome.exit_code else outcome
 
 
@@ -205,6 +205,16 @@ def _orphans_gone(home: Path) -> Iterator[int]:
                 )
             time.sleep(POLL_SECONDS)
         yield file.fileno()
+
+
+def _tail(log: Path) -> list[str]:
+    """Read the last lines of a log of any size; none when the job removed it."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager
@@ -287,9 +297,9 @@ class _Queue:
         folder = self.folders[one.job.name]
         code = one.process.returncode
         seconds = round(time.monotonic() - one.began, 3)
-        tail = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
         outcome = Outcome(one.job.name, str(folder), code, seconds, one.slot.name)
-        outcome.tail = tail[-TAIL_LINES:] if code else []
+        outcome.tail = _tail(folder / LOG) if code else []
+        folder.mkdir(exist_ok=True)  # a job may have cleared the place for its results
         write_json(folder / RECORD, asdict(outcome))
         if one.process.stdin is not None:
             one.process.stdin.close()
