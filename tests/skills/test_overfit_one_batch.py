@@ -295,6 +295,18 @@ def test_the_users_own_steps_are_judged_apart():
         and "moves no parameter" in checks["no-learning"]["message"]
     )
     assert checks["no-learning"]["fix"]["line"] == cleared.__code__.co_firstlineno + 3
+
+    def at_rate_0(model, batch, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.0
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+
+    def without_a_step(model, batch, optimizer):
+        cross_entropy(model, batch).backward()
+
+    for step, why in ((at_rate_0, "rate is 0"), (without_a_step, "no call of optimizer.step")):
+        checks = examined(classifier(optimizer=adam, train_step=step), lr=3e-3)[1]
+        assert failed(checks) == {"no-learning"} and why in checks["no-learning"]["message"]
     uphill = examined(classifier(optimizer=lambda m: adam(m, maximize=True)), lr=3e-3)[1]
     assert failed(uphill) == {"no-learning"} and "maximize" in uphill["no-learning"]["message"]
 
@@ -304,6 +316,20 @@ def test_the_users_own_steps_are_judged_apart():
         return optimizer
 
     assert not failed(examined(classifier(optimizer=warm), lr=3e-3)[1])
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(10.0, 1.0), (0.0, 0.01)])
+def test_a_regression_is_held_against_the_best_constant(mean, spread):
+    """Labels far from 0, or tiny ones, make 1 % of the first loss or 0.02 easy to reach."""
+    inputs, _ = points()
+    labels = mean + spread * torch.randn(8, 1, generator=torch.Generator().manual_seed(3))
+    for scale, wanted in ((1.0, set()), (0.0, {"one-batch-floor", "input-independent"})):
+
+        def squared(model, batch, scale=scale):
+            return F.mse_loss(model(scale * batch[0]), batch[1])
+
+        checks = examined(classifier(squared, network(1), batches=[(inputs, labels)]))[1]
+        assert failed(checks) == wanted, checks
 
 
 def test_a_model_that_sees_its_own_token_only_is_a_fault_when_it_has_attention():

@@ -9,6 +9,7 @@ random numbers and data position are put back. Works on a project or on any code
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import sys
@@ -166,7 +167,7 @@ def find(
     steps = confirm_length(target) if confirm_steps is None else confirm_steps
     first_seed = first_seed_of(target, seed)
     start = time.perf_counter()
-    ticks = Ticks(seeds * (points + len(MULTIPLES) * steps), call, start)
+    ticks = Ticks(seeds * (points + len(MULTIPLES) * steps), call)
     sweeps, confirmed = [], []
     with preserved(target):  # building anew draws from the generators of everybody
         rates = lr_sweep.grid(low, high, points)
@@ -233,17 +234,21 @@ def started(target: Target, first_seed: int, number: int) -> Iterator[Any]:
 class Ticks:
     """Counts steps, says how long all will take once the first few were timed."""
 
-    FIRST = 5
+    FIRST = 8
 
-    def __init__(self, total: int, call: cli.Invocation | None, start: float) -> None:
-        self.total, self.call, self.start, self.done, self.counted = total, call, start, 0, 0
+    def __init__(self, total: int, call: cli.Invocation | None) -> None:
+        self.total, self.call, self.done, self.counted = total, call, 0, 0
+        self.times: list[float] = []
 
     def __call__(self) -> None:
         self.done, self.counted = self.done + 1, self.counted + 1
         if self.call is None:
             return
+        if self.counted <= self.FIRST:
+            self.times.append(time.perf_counter())
         if self.counted == self.FIRST:
-            each = (time.perf_counter() - self.start) / self.FIRST
+            # The first steps warm up; one that another program holds up says nothing of the rest.
+            each = statistics.median(b - a for a, b in itertools.pairwise(self.times))
             self.call.expect(each * (self.total - self.FIRST), f"{self.total} steps at most")
         self.call.progress(min(self.done, self.total), self.total, "steps")
 

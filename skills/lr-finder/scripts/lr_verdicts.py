@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -41,15 +42,21 @@ def judge(report: Report, target: Target, found: Any, limits: dict[str, float]) 
         some = any(ok for ok, _ in learned)
         report.summary = "not every seed learns" if some else "no learning rate lowers the loss"
         worst = min(learned, key=lambda pair: pair[1])[1]
+        message = "gained at best in a sweep: this model does not learn at any rate"
+        if not some and worst > VISIBLE and all(s.stopped != "end" for s in found.sweeps):
+            some = True
+            message = "gained before the loss rose, in too few steps to read: set --low below "
+            message += f"{found.sweeps[0].rates[0]:.2g}"
+            report.summary = "the sweep begins too close to where the loss rises"
+        elif some:
+            message = "gained at best in a sweep, too little against the noise: a larger batch"
         report.check(
             "lr-range",
             "unclear" if some else "fail",
             value=worst,
             threshold=limits["improvement"],
             unit="of the first loss",
-            message="gained at best in a sweep, too little against the noise: a larger batch"
-            if some
-            else "gained at best in a sweep: this model does not learn at any rate",
+            message=message,
             fix=None if some else fix_in(target.loss_fn, "see the overfit-one-batch skill first"),
         )
         return _rest_skipped(report)
@@ -68,7 +75,9 @@ def improvement(sweep: Any, limits: dict[str, float]) -> tuple[bool, float]:
     level = statistics.fmean(first)
     # Of the level, and of one smoothed loss: (1 - s) / (1 + s) of a loss's own variance.
     variance = 1 / count + (1 - SMOOTHING) / (1 + SMOOTHING)
-    error = statistics.stdev(first) * math.sqrt(variance)
+    # From neighbours: a fall within the first losses is no noise.
+    steps = [b - a for a, b in itertools.pairwise(first)]
+    error = math.sqrt(statistics.fmean(step * step for step in steps) / 2 * variance)
     gain = level - min(sweep.smoothed[count // 2 :], default=level)
     share = gain / max(abs(level), 1e-30)
     enough = gain > limits["noise"] * error and share > limits["improvement"]

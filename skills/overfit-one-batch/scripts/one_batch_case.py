@@ -83,10 +83,30 @@ class Case:
         """Tell whether every label is right and the loss low, only slow: it still falls after all
         steps, or label i is row i (contrastive), whose scores are bounded."""
         last = self.best.last
+        if self.values:  # the jitter of Adam ends absolute errors early, far or tiny labels late
+            squares = all(term.options["rule"] == "mse_loss" for term in self.terms)
+            return last.loss - last.floor < (SLOW if squares else math.sqrt(SLOW)) * self.scale
         right = not math.isnan(last.accuracy) and last.accuracy >= self.best_accuracy - FEW
-        low = last.loss - last.floor < SLOW * abs(self.start.loss)
+        low = last.loss - last.floor < SLOW * self.scale
         falls = self.best.ended in ("steps", "time") and still_falls(self.best)
         return right and low and (falls or any(map(_is_contrastive, self.terms)))
+
+    @property
+    def values(self) -> bool:
+        """Tell whether the known terms are all of a regression."""
+        return bool(self.terms) and all(term.kind == "values" for term in self.terms)
+
+    @property
+    def scale(self) -> float:
+        """What the loss is held against: the first one, or that of the best constant where labels
+        far from 0 make the first one large without any bearing on what is learnt."""
+        start = abs(self.start.loss)
+        return min(start, self.prior) if self.values and self.prior > 0 else start
+
+    @property
+    def goal(self) -> float:
+        """How far above the floor a passing loss may be; `near` is in nats, or relative."""
+        return max(self.share * self.scale, self.near * (self.scale if self.values else 1.0))
 
     @property
     def best_accuracy(self) -> float:
@@ -121,8 +141,8 @@ class Case:
     def passes(self, look: Look) -> bool:
         """Tell whether a look is at the floor with every label right that can be."""
         above = look.loss - look.floor
-        low = above < self.share * abs(self.start.loss) or above < self.near
-        low = low or 0 <= look.total < self.share * self.start.total
+        low = above < self.goal
+        low = low or (not self.values and 0 <= look.total < self.share * self.start.total)
         if not self.terms:
             low = 0 <= look.total < self.share * abs(self.start.total)
         right = math.isnan(look.accuracy) or look.accuracy >= self.best_accuracy - 1e-9
@@ -227,7 +247,7 @@ def run_attempts(
     empty = case.fixed.without_inputs()
     if empty is not None and case.best.gradient != 0:
         copy = partial(_copy, empty)
-        used = min(max(len(case.best.losses), 20), BASELINE_STEPS if case.passed else steps)
+        used = min(max(len(case.best.losses), 20), BASELINE_STEPS if case.passed else most_steps)
         blind = Plan(used, used, spare, lambda look: False, case.look, case.random)
         case.baseline = _try(lambda: wrapped(copy, case.best.lr, blind))
 

@@ -12,6 +12,7 @@ from one_batch_case import Case
 from kit.fix import fix_at, fix_in
 from kit.report import Report
 
+SLOW = "; slow, and every label is right"
 SIGNATURE_ACCURACY = 0.99
 """A plateau is a double softmax only when this share of labels is right, where that is known."""
 
@@ -137,8 +138,7 @@ def _judge_double(report: Report, case: Case, limit: float) -> bool:
 
 def _judge_floor(report: Report, case: Case, limits: dict[str, float], doubled: bool) -> None:
     best, last = case.best, case.best.last
-    above, share = last.loss - last.floor, limits["one-batch-floor"]
-    goal = max(share * abs(case.start.loss), case.near)
+    above, goal = last.loss - last.floor, case.goal
     notes = [floor.note for floor in case.floors.values() if floor.note]
     said = f"{last.loss:.4f} after {last.step} steps at lr {best.lr:.1e}, floor {last.floor:.4f}"
     said += "" if math.isnan(last.accuracy) else f", {last.accuracy:.1%} right"
@@ -159,7 +159,7 @@ def _judge_floor(report: Report, case: Case, limits: dict[str, float], doubled: 
     elif case.passed and case.alone is best:
         said += "; the known terms alone: the other terms hold the whole loss up"
     elif not case.passed and case.nearly:
-        said += "; slow, and every label is right"
+        said += "; slow, and far below constant scores" if case.values else SLOW
     elif not case.passed and case.best.ended == "time":
         verdict = "unclear"
         said += "; time is up while it may still fall: raise --seconds or lower --tokens"
@@ -201,7 +201,8 @@ def _hint(case: Case) -> str:
         return f"every label is right, but no score is larger than {largest:.2f}: a bounded layer?"
     near = not math.isnan(case.prior) and abs(last.loss - case.prior) < 0.02 * max(case.prior, 1.0)
     if near:
-        return f"the entropy of its labels is {case.prior:.4f}: the inputs seem to be ignored"
+        constant = "the best constant loses" if case.values else "the entropy of its labels is"
+        return f"{constant} {case.prior:.4f}: the inputs seem to be ignored"
     if last.loss > case.start.loss:
         return "it rises"
     return "the model cannot fit it, or labels, inputs and loss do not belong together"
@@ -241,7 +242,7 @@ def _judge_inputs(report: Report, case: Case, limit: float) -> None:
         said = f"{seen:.4f} with its inputs, {low:.4f} with constant ones, which allow "
         said += f"{case.blind:.4f}: random numbers tell the examples apart, noise for inputs?"
         fix = fix_in(case.target.loss_fn, "give the model the inputs of the batch")
-    elif case.passed and low - last.floor < max(case.near, case.share * abs(case.start.loss)):
+    elif case.passed and low - last.floor < case.goal:
         verdict, said = "skipped", f"{said}: the labels of the batch are alike"
     elif not case.passed and alike and not _stuck_at_start(case):
         verdict = "fail"
@@ -282,6 +283,7 @@ def _judge_learning(report: Report, case: Case, limit: float) -> None:
     elif real is not None and real.held and real.trained and not real.moved:
         verdict, fix = "fail", real.place
         why = "its gradients are cleared before the step, or backward is missing"
+        why = why if real.stepped else "no call of optimizer.step was seen"
         why = why if any(real.rates) else "the learning rate is 0"
         said = f"a fresh AdamW learns the batch, but {real.by} moves no parameter: {why}"
     elif real is not None and real_steps.rises(real.losses) and case.passed:

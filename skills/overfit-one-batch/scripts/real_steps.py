@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ class RealSteps:
     """Trainable parameters of the model that the optimizer holds."""
     losses: list[float]
     rates: list[float]
+    """Of every group when it stepped last; before, where nothing stepped."""
+    stepped: bool
+    """Whether the optimizer's step was called; False as well where that cannot be seen."""
     place: dict[str, Any] | None = None
 
 
@@ -48,12 +52,13 @@ def take(target: Target, copy: Callable[[], Any]) -> RealSteps | None:
         before = [p.detach().clone() for p in model]
         losses: list[float] = []
         rates = _wake(target.optimizer)
-        if target.kind == "project":
-            by = "curry_train.step.train_step"
-            _project_step(target)
-        else:
-            by = "train_step" if target.train_step else "the optimizer"
-            losses = _foreign_steps(target, copy)
+        with _watched(target.optimizer) as used:
+            if target.kind == "project":
+                by = "curry_train.step.train_step"
+                _project_step(target)
+            else:
+                by = "train_step" if target.train_step else "the optimizer"
+                losses = _foreign_steps(target, copy)
         groups = target.optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
         moved = sum(not bool((a == p).all()) for a, p in zip(before, model, strict=True))
@@ -63,11 +68,29 @@ def take(target: Target, copy: Callable[[], Any]) -> RealSteps | None:
             len(model),
             sum(id(p) in held or _shares(p, groups) for p in model),
             losses,
-            rates,
+            used[-1] if used else rates,
+            bool(used),
             fix_in(target.train_step, "step the optimizer of this model", r"\.step\(")
             if target.train_step
             else None,
         )
+
+
+@contextlib.contextmanager
+def _watched(optimizer: Any) -> Iterator[list[list[float]]]:
+    """Give the rates of every group at each step of an optimizer, as the steps come."""
+    used: list[list[float]] = []
+
+    def note(*_: Any) -> None:
+        used.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+
+    add = getattr(optimizer, "register_step_pre_hook", None)
+    hook = None if add is None else add(note)
+    try:
+        yield used
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _shares(parameter: Any, groups: Any) -> bool:
