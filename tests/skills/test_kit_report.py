@@ -175,6 +175,17 @@ def test_a_long_message_leaves_the_line_to_change_whole():
         assert len(line) == width
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [(2.0, " 2 (threshold 1)"), (math.inf, " inf (threshold 1)"), (None, "")]
+)
+def test_a_threshold_is_shown_beside_a_number_only(value, shown):
+    report = Report("custom-check")
+    report.check("own", "fail", value=value, threshold=1)
+    report.check("other", "fail", value="a word", threshold=1)
+    lines = render(written(report), "r").splitlines()
+    assert lines[1:3] == [f"  fail     own{shown}", "  fail     other a word"]
+
+
 def test_ids_stand_in_one_table_and_are_kebab_case():
     assert CHECK_IDS and all(is_check_id(word) and text for word, text in CHECK_IDS.items())
     with pytest.raises(ValueError, match="is not in kit"):

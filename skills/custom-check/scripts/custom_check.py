@@ -81,7 +81,7 @@ def run_check(call: cli.Invocation) -> Report:
     path, name = parse_spec(spec, flag="--check")
     what = f"{path.name}:{name}"
     arguments = [target, call.out][: _wanted_arguments(function, what)]
-    with preserved(target), user_code(what, ALLOWED):
+    with preserved(target), user_code(what):
         found = function(*arguments)
     return take_in(found, what)
 

@@ -26,6 +26,8 @@ def draw_sets(sets: list[HeldOut], path: Path) -> list[str]:
         share = np.array([100 * float(getattr(held, attribute).mean()) for held in sets])
         axes.barh([held.name for held in sets], share, left=left, label=label)
         left += share
+    for place, whole in enumerate(left):
+        axes.text(whole, place, f" {whole:.3g} %", va="center")
     axes.set_xlim(0, max(5.0, float(left.max()) * 1.1))
     axes.set_xlabel("share of documents, %")
     axes.set_ylabel("held-out set")

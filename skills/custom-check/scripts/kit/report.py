@@ -23,6 +23,7 @@ FIX_KEYS = {"file", "line", "text"}
 MAX_LINES = 15
 MAX_WIDTH = 160
 FAILED_WIDTH = 320  # of what is to be done: a failed check with the line to change, and next
+NOT_FINITE = ("nan", "inf", "-inf")  # numbers that plain() writes as words
 BUNDLE = Path(__file__).resolve().parents[4]
 
 
@@ -174,7 +175,8 @@ def _check_line(check: Mapping[str, Any]) -> str:
     line = f"  {check['verdict']:<8} {check['id']}"
     line += "" if value is None else f" {_short(value)}"
     line += f" {unit}" if unit and value is not None else ""
-    line += "" if threshold is None else f" (threshold {_short(threshold)})"
+    compared = threshold is not None and (not isinstance(value, str) or value in NOT_FINITE)
+    line += f" (threshold {_short(threshold)})" if compared and value is not None else ""
     line += f": {check['message']}" if check["message"] else ""
     place = f" -> {fix['file']}:{fix['line']}: {fix['text']}" if fix else ""
     width = FAILED_WIDTH if check["verdict"] == "fail" else MAX_WIDTH
