@@ -16,7 +16,7 @@ from typing import Any
 
 from kit import observation
 from kit.batch_tree import leaves, replaced
-from kit.fix import SKILLS, fix_at, is_foreign_to_user
+from kit.fix import SKILLS, fix_at, fix_in, is_foreign_to_user
 from kit.state import preserved, undisturbed
 from kit.target import Target, seed_everything
 
@@ -174,8 +174,12 @@ class Evidence:
         again = [self.outputs(self.batches[0]) for _ in range(2)]
         if relative_change(*again) > 0:
             raise CannotJudge("the outputs differ under one seed; see not-repeatable")
+        batch = self.batches[0]
         with preserved(self.target), self.user():
-            return observation.roles(self.target, self.batches[0])
+            found = observation.roles(self.target, batch)
+        if self.observed.loss.requires_grad and not {"input", "both"} & {*found.values()}:
+            return self.warmed(lambda: observation.roles(self.target, batch))  # begins at 0
+        return found
 
     def needs_finite(self) -> None:
         """End a check that compares values where there are none to compare."""
@@ -300,6 +304,16 @@ class Evidence:
             seen.loss, list(self.trainable.values()), allow_unused=True
         )
         return {name: dense(g) for name, g in zip(self.trainable, found, strict=True)}
+
+    def in_builder(self, text: str, pattern: str) -> dict[str, Any] | None:
+        """Name a line of the code that builds a foreign target: of the function around its loss,
+        of the model's configure_optimizers, else of its module."""
+        loss_fn = self.target.loss_fn
+        home = sys.modules.get(getattr(loss_fn, "__module__", "") or "")
+        around = getattr(home, getattr(loss_fn, "__qualname__", "").split(".")[0], None)
+        configure = getattr(self.target.model, "configure_optimizers", None)
+        places = [place for place in (configure, around, home) if place is not None]
+        return next(filter(None, (fix_in(place, text, pattern) for place in places)), None)
 
     # The loop ------------------------------------------------------------------------------------
 

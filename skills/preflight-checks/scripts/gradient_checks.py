@@ -99,7 +99,7 @@ def check_unused_parameters(evidence: Evidence, limit: Any) -> Finding:
     sometimes = [
         n
         for n in evidence.trainable
-        if n not in absent and any(found[n] is None for found in evidence.first_gradients)
+        if not _is_none(evidence, n) and any(found[n] is None for found in evidence.first_gradients)
     ]
     by_batch = [n for n in sometimes if n not in _experts(evidence)]
     if unused or by_batch:
@@ -301,7 +301,12 @@ def _unregistered(evidence: Evidence) -> list[Any]:
         known |= {id(p) for p in target.loss_fn.parameters()}
     if target.optimizer is not None:
         known |= {id(p) for p in held(evidence)}
-    return [t for t in graph_leaves(evidence.observed.loss) if id(t) not in known]
+    unknown = [t for t in graph_leaves(evidence.observed.loss) if id(t) not in known]
+    if not unknown:
+        return []
+    again = graph_leaves(evidence.observe(evidence.batches[0]).loss)
+    lasting = {id(t) for t in again}  # made anew in every call: points to differentiate at
+    return [t for t in unknown if id(t) in lasting or isinstance(t, evidence.torch.nn.Parameter)]
 
 
 def graph_leaves(loss: Any) -> list[Any]:
@@ -324,8 +329,7 @@ def optimizer_place(evidence: Evidence, text: str) -> Any:
 
     if evidence.target.runtime is not None:
         return fix_in(sys.modules["curry_train.optim"].build_optimizer, text)
-    home = sys.modules.get(getattr(evidence.target.loss_fn, "__module__", "") or "")
-    return fix_in(home, text, r"optim\w*\.\w+\(|Adam\w*\(|SGD\(") if home is not None else None
+    return evidence.in_builder(text, r"optim\w*\.\w+\(|Adam\w*\(|SGD\(")
 
 
 def check_parameters_still(evidence: Evidence, limit: float) -> Finding:

@@ -6,6 +6,7 @@ from typing import Any
 
 import sight as seeing
 from evidence import (
+    SEED,
     CannotJudge,
     Evidence,
     Finding,
@@ -32,6 +33,21 @@ def check_example_leakage(evidence: Evidence, limit: float) -> Finding:
     structure = seeing.relations(evidence)
     if structure is not None:
         return skipped(structure)
+    if _silent(evidence):
+        return evidence.warmed(lambda: _judged_leakage(evidence, limit))
+    return _judged_leakage(evidence, limit)
+
+
+def _silent(evidence: Evidence) -> bool:
+    """Tell whether no output sees an input yet, as behind a layer that begins at 0."""
+    found = seeing.look(evidence, training=False)
+    seeing.needs_inputs(found)
+    judged = [tensor for _, tensor, _ in _judged_tensors(evidence, found)]
+    return not any(bool(g.any()) for t in judged for g in found.of(seeing.projected(t)))
+
+
+def _judged_leakage(evidence: Evidence, limit: float) -> Finding:
+    size = evidence.size
     try:
         (leak, what), mode = _worst_leak(evidence, training=True), "training"
     except UserError as error:
@@ -44,6 +60,8 @@ def check_example_leakage(evidence: Evidence, limit: float) -> Finding:
     normed = seeing.normalises_over_the_batch(evidence)
     if eval_leak <= limit and normed:
         return passed(f"batch normalisation mixes examples in training only ({normed})", eval_leak)
+    if eval_leak <= limit and _partners_drawn(evidence):
+        return passed("note: in training each example meets others drawn at random (mixup?)", leak)
     mode = "also in evaluation mode" if eval_leak > limit else "in training mode"
     text = "look for reductions, softmax, reshape or attention over the batch dim"
     return failed(
@@ -52,6 +70,23 @@ def check_example_leakage(evidence: Evidence, limit: float) -> Finding:
         max(leak, eval_leak),
         _mixing_place(evidence, text),
     )
+
+
+def _partners_drawn(evidence: Evidence) -> bool:
+    """Tell whether the examples that an output sees in training are others by another seed."""
+    return _partners(evidence, SEED) != _partners(evidence, SEED + 1)
+
+
+def _partners(evidence: Evidence, seed: int) -> list[list[int]]:
+    """For some examples, those whose inputs the output sees."""
+    found, partners = seeing.look(evidence, training=True, seed=seed), []
+    size = evidence.size
+    for _, tensor, groups in _judged_tensors(evidence, found):
+        for example in _some(size):
+            gradients = found.of(seeing.projected(tensor[groups(example)]))
+            for gradient in (g for g in gradients if g.dim() and len(g) == size):
+                partners.append(seeing.by_example(gradient, 0).nonzero().flatten().tolist())
+    return partners
 
 
 def _mixing_place(evidence: Evidence, text: str) -> Any:

@@ -33,6 +33,8 @@ NOISY = 0.01
 """Difference of two equal runs above which nothing is judged."""
 LARGEST_SUM = 2.2
 """A sum over the examples doubles with the batch; what grows faster counts pairs, by design."""
+LAST_ALONE = 1e-3
+"""Distance of two directions of gradients that are taken as one."""
 SUMMED = 1.5
 """A step's gradient over that of its loss, above which something scales it."""
 
@@ -77,7 +79,7 @@ def _step_place(evidence: Evidence, text: str) -> Any:
         step = sys.modules["curry_train.step"].train_step
         return fix_in(step, text, r"optimizer\.step|forget") or fix_in(step, text)
     for place in (evidence.target.train_step, evidence.target.model):
-        found = fix_in(place, text, r"backward|zero_grad|step\(")
+        found = fix_in(place, text, r"backward|zero_grad|\.step\(")
         if found is not None:
             return found
     return fix_in(evidence.target.train_step, text)
@@ -198,8 +200,7 @@ def _of_step(evidence: Evidence) -> Finding | None:
             return _of_project_step(evidence, batches[0], wanted)
         with unclipped():
             seen = drive(evidence, itertools.cycle(batches))
-    if seen.calls > 1:
-        return None
+        wanted = _mean_gradient(evidence, parameters, seen.calls) if seen.calls > 1 else wanted
     a, b = flat(seen.gradients, wanted), flat(wanted, seen.gradients)
     size = float(b.norm())
     if a.shape != b.shape or size == 0:
@@ -210,7 +211,7 @@ def _of_step(evidence: Evidence) -> Finding | None:
             f"the gradient at the optimizer is {ratio:.4g} times that of the loss: a loss scale "
             "that is not taken out, or micro-batches that are added and not averaged",
             ratio,
-            fix_in(target.train_step, "unscale, or divide, before the step", r"step\("),
+            fix_in(target.train_step, "unscale, or divide, before the step", r"\.step\("),
         )
     return None
 
@@ -247,6 +248,16 @@ def _joined(evidence: Evidence, parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return {key: evidence.torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def _mean_gradient(evidence: Evidence, parameters: list[Any], calls: int) -> list[Any]:
+    """Gradient of the mean loss of the batches that so many calls took."""
+    used = list(itertools.islice(cycled(evidence), calls))
+    parts = [_loss_gradient(evidence, parameters, batch) for batch in used]
+    return [
+        None if all(g is None for g in each) else sum(g for g in each if g is not None) / calls
+        for each in zip(*parts, strict=True)
+    ]
 
 
 def _loss_gradient(evidence: Evidence, parameters: list[Any], batch: Any) -> list[Any]:
@@ -335,6 +346,9 @@ def _foreign_accumulation(evidence: Evidence, limit: float) -> Finding:
         _quiet(target.model)
     if seen.calls > 1:
         used = seen.calls
+        last = _only_last(evidence, seen, parts)
+        if last is not None:
+            return last
         if used > len(parts) or len(set(counts[:used])) == 1:
             return skipped(f"{used} micro-batches with as many targets each")
         weighted = sum(
@@ -358,6 +372,22 @@ def _foreign_accumulation(evidence: Evidence, limit: float) -> Finding:
         fix_in(
             target.train_step, "divide once, by the targets of all micro-batches", r"backward|/"
         ),
+    )
+
+
+def _only_last(evidence: Evidence, seen: Any, parts: list[Any]) -> Finding | None:
+    """Tell whether the gradients of all micro-batches but the last were cleared."""
+    used = [parts[number % len(parts)] for number in range(seen.calls)]
+    found = flat(seen.gradients, used[-1])
+    if _angle(found, flat(used[-1], seen.gradients)) > LAST_ALONE:
+        return None
+    if _angle(found, sum(flat(part, seen.gradients) for part in used)) < 10 * LAST_ALONE:
+        return None  # the batches are too alike to tell
+    return failed(
+        f"of {seen.calls} micro-batches before a step only the last counts: the gradients of the "
+        "others are cleared",
+        seen.calls,
+        fix_in(evidence.target.train_step, "clear them after the optimizer's step", r"zero_grad"),
     )
 
 

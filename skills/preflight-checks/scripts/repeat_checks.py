@@ -58,6 +58,8 @@ def check_not_repeatable(evidence: Evidence, limit: float) -> Finding:
 def check_checkpoint_round_trip(evidence: Evidence, limit: float) -> Finding:
     """What is saved and loaded into a model of other weights goes on with the same losses."""
     evidence.needs_finite()
+    if evidence.changed_in_place:
+        raise CannotJudge("loss_fn writes into the batch; see not-repeatable")
     with kept(evidence.target):
         first = built(evidence, SEED)
         second = built(evidence, SEED + int(first.runtime is None))  # a loader's order is seeded

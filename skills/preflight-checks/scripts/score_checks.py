@@ -110,7 +110,32 @@ def check_missing_log_softmax(evidence: Evidence, limit: Any) -> Finding:
             sums,
             at(call.where, text),
         )
-    return passed("nll_loss gets log-probabilities") if nll else skipped("the loss takes logits")
+    other = _normalised_elsewhere(evidence)
+    if other is not None and other["verdict"] == "fail":
+        return other
+    if nll:
+        return passed("nll_loss gets log-probabilities")
+    return other or skipped("the loss takes logits")
+
+
+def _normalised_elsewhere(evidence: Evidence) -> Finding | None:
+    """Judge ctc_loss, whose rows are log-probabilities, and kl_div, whose input is at most 0."""
+    found = None
+    for call in (call for seen in evidence.all_observed for call in seen.calls):
+        if call.function not in ("ctc_loss", "kl_div") or not call.raw_scores.numel():
+            continue
+        scores = call.raw_scores.detach().double()
+        highest = float(scores.max())
+        off = highest if call.function == "kl_div" else float(scores.logsumexp(-1).abs().max())
+        if off > SUMS_TO_ONE_HALF:
+            text = "take log_softmax of the scores first"
+            return failed(
+                f"{call.function} gets scores up to {highest:.3g}, which are no log-probabilities",
+                off,
+                at(call.where, text),
+            )
+        found = passed(f"{call.function} gets log-probabilities", off)
+    return found
 
 
 def check_dead_outputs(evidence: Evidence, limit: float) -> Finding:

@@ -155,13 +155,29 @@ def attention_place(evidence: Evidence, text: str, pattern: str) -> Any:
             found = fix_in(module, text, pattern)
             if found is not None and "site-packages" not in found["file"]:
                 return found
-    return fix_in(evidence.target.model, text, pattern) or fix_in(evidence.target.model, text)
+    model = evidence.target.model
+    return (
+        fix_in(model, text, pattern)
+        or fix_in(type(model), text, r"bidirectional=True")
+        or fix_in(model, text, r"softmax|scaled_dot|\bpad\(|view|reshape")
+        or fix_in(model, text)
+    )
 
 
 def _sights(evidence: Evidence, limit: float) -> dict[int, dict[str, float]]:
     """For some positions: the furthest token that their score sees, and how strongly."""
     training = seeing.normalises_over_the_batch(evidence) is None
-    return evidence.once("sights", lambda: _measured_sights(evidence, limit, training))
+
+    def measure() -> dict[int, dict[str, float]]:
+        return _measured_sights(evidence, limit, training)
+
+    def measured() -> dict[int, dict[str, float]]:
+        found = measure() or evidence.warmed(measure)  # a layer before the scores begins at 0
+        if not found:
+            raise CannotJudge("the scores do not depend on the embedded ids")
+        return found
+
+    return evidence.once("sights", measured)
 
 
 def _measured_sights(evidence: Evidence, limit: float, training: bool) -> dict[int, Any]:
@@ -206,8 +222,6 @@ def _measured_sights(evidence: Evidence, limit: float, training: bool) -> dict[i
             "furthest": int(visible.max()),
             "later": float(later.max()) / largest if later.numel() else 0.0,
         }
-    if not sights:
-        raise CannotJudge("the scores do not depend on the embedded ids yet")
     return sights
 
 

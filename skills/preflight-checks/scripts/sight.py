@@ -6,10 +6,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence import CannotJudge, Evidence, UserError
+from evidence import SEED, CannotJudge, Evidence, UserError
 
 from kit import observation
 from kit.batch_tree import leaves, replaced
+from kit.target import seed_everything
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Sight:
         ]
 
 
-def look(evidence: Evidence, *, training: bool) -> Sight:
+def look(evidence: Evidence, *, training: bool, seed: int = SEED) -> Sight:
     """Run the first batch with gradients by its inputs; ids are followed from their embedding."""
     batch, sight = evidence.batches[0], Sight()
     new, ids = {}, []
@@ -53,6 +54,7 @@ def look(evidence: Evidence, *, training: bool) -> Sight:
     given = {path: leaf.clone() for path, leaf in new.items()}  # in-place work on it is allowed
     with evidence.mode(training), evidence.user(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        seed_everything(seed)
         with _embeddings(sight, ids):
             sight.seen = observation.observe(evidence.target, replaced(batch, given))
     return sight
@@ -141,14 +143,22 @@ def relations(evidence: Evidence) -> str | None:
     for path, tensor in leaves(evidence.batches[0]):
         if evidence.roles[path] != "input" or tensor.dim() == 0:
             continue
-        square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == size
-        if square and tensor.is_floating_point() and "edge" not in path:
+        if _adjacency(tensor, size):
             return f"{path} relates examples to each other"
         if "edge" in path or "adj" in path:
             return f"{path} relates examples to each other"
         if batch_dim(tensor, size) is None:
             return f"{path} has no dim of {size} examples"
     return None
+
+
+def _adjacency(tensor: Any, size: int) -> bool:
+    """Tell whether a matrix of as many columns as examples links them: symmetric, or sparse and
+    never negative. As many features as examples are an accident."""
+    if tuple(tensor.shape) != (size, size) or not tensor.is_floating_point():
+        return False
+    values = tensor.detach()
+    return values.equal(values.t()) or bool((values >= 0).all() and (values == 0).any())
 
 
 def needs_inputs(sight: Sight) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from evidence import SEED, CannotJudge, Evidence, dense
 
+from kit.batch_tree import leaves
 from kit.state import preserved
 from kit.target import Target, seed_everything
 
@@ -30,13 +31,15 @@ class Pass:
     calls: int = 0
     forwards: int = 0
     batches: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """First sizes of the tensors that each forward pass got."""
     modes: list[bool] = field(default_factory=list)
     """training of the model, at each of its forward passes."""
     returned: Any = None
-    told: list[str] = field(default_factory=list)
-    """Warnings."""
     ticks: int = 0
     """Steps of the scheduler."""
+    ticked_first: bool = False
+    """The scheduler had stepped before the first step of the optimizer."""
 
 
 @contextlib.contextmanager
@@ -59,22 +62,31 @@ def drive(evidence: Evidence, batches: Iterator[Any], steps: int = 1) -> Pass:
     if step is None or target.optimizer is None:
         raise CannotJudge("no training step to look at: return it as train_step")
     parameters = [p for group in target.optimizer.param_groups for p in group["params"]]
+    members = getattr(target.optimizer, "members", [target.optimizer])
+    taken: dict[Any, int] = {}
+    gradients: dict[Any, Any] = {}
 
-    def look(*_: Any) -> None:
-        seen.steps += 1
-        seen.gradients = [None if p.grad is None else dense(p.grad).detach().clone()
-                          for p in parameters]  # fmt: skip
+    def look(optimizer: Any, *_: Any) -> None:
+        taken[optimizer] = taken.get(optimizer, 0) + 1
+        seen.steps = max(taken.values())
+        if seen.steps == 1 and getattr(target.scheduler, "last_epoch", 0) > before:
+            seen.ticked_first = True
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            grad = parameter.grad
+            gradients[parameter] = None if grad is None else dense(grad).detach().clone()
+        seen.gradients = [gradients.get(p) for p in parameters]
 
-    def enter(module: Any, arguments: Any) -> None:
+    def enter(module: Any, arguments: Any, named: Any) -> None:
         seen.forwards += 1
         seen.modes.append(module.training)
+        seen.sizes += [t.shape[0] for _, t in leaves([arguments, named]) if t.dim()]
 
-    hooks = [target.optimizer.register_step_pre_hook(look),
-             target.model.register_forward_pre_hook(enter)]  # fmt: skip
     before = getattr(target.scheduler, "last_epoch", 0)
+    hooks = [o.register_step_pre_hook(look) for o in dict.fromkeys([target.optimizer, *members])]
+    hooks.append(target.model.register_forward_pre_hook(enter, with_kwargs=True))
     try:
-        with evidence.user(), warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with evidence.user(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             while seen.steps < steps and seen.calls < MOST_CALLS:
                 batch = next(batches)
                 seen.batches.append(batch)
@@ -83,7 +95,6 @@ def drive(evidence: Evidence, batches: Iterator[Any], steps: int = 1) -> Pass:
     finally:
         for hook in hooks:
             hook.remove()
-    seen.told = [str(warning.message) for warning in told]
     seen.ticks = getattr(target.scheduler, "last_epoch", 0) - before
     if seen.steps < steps:
         raise CannotJudge(f"the training step took no optimizer step in {seen.calls} calls")
@@ -135,14 +146,30 @@ def losses(target: Target, batches: list[Any], steps: int, seed: int = SEED) -> 
     target.model.train()
     found = []
     for batch in itertools.islice(itertools.cycle(batches), steps):
+        found.append(plain_step(target, batch))
+    return found
+
+
+def plain_step(target: Target, batch: Any) -> float:
+    """Train on a batch in the plain way and return the loss before; LBFGS asks several times."""
+    told: list[float] = []
+
+    def closure() -> Any:
         if target.optimizer is not None:
             target.optimizer.zero_grad()
         loss = target.loss_fn(target.model, batch)
-        found.append(float(loss.detach()))
+        told.append(float(loss.detach()))
         if target.optimizer is not None and loss.requires_grad:
             loss.backward()
+        return loss
+
+    if target.optimizer is None or type(target.optimizer).__name__ != "LBFGS":
+        loss = closure()
+        if target.optimizer is not None and loss.requires_grad:
             target.optimizer.step()
-    return found
+    else:
+        target.optimizer.step(closure)
+    return told[0]
 
 
 @contextlib.contextmanager

@@ -23,22 +23,31 @@ def fix_at(file: str, line: int, text: str) -> dict[str, Any]:
 
 def fix_in(place: Any, text: str, pattern: str | None = None) -> dict[str, Any] | None:
     """Name the first line of a function, class or module (its forward, for a torch.nn.Module) that
-    matches a regular expression, or its first line; None where there is no source."""
+    matches a regular expression, or its first line; None where there is no source of the user's.
+    """
     if hasattr(place, "named_parameters") and not isinstance(place, type):
-        place = type(place).forward
+        place = _entrance(type(place))
     try:
         place = inspect.unwrap(place) if callable(place) else place
         lines, start = inspect.getsourcelines(place)
         file = inspect.getsourcefile(place)
     except (OSError, TypeError, ValueError):
         return None
-    if file is None:
+    if file is None or is_foreign_to_user(file):
         return None
     start = max(start, 1)
     for offset, line in enumerate(lines):
         if pattern is not None and re.search(pattern, line):
             return fix_at(file, start + offset, text)
     return fix_at(file, start, text) if pattern is None else None
+
+
+def _entrance(kind: Any) -> Any:
+    """Give a module's forward, or the training_step of one that has no forward of its own."""
+    step = getattr(kind, "training_step", None)
+    if step is None or not is_foreign_to_user(inspect.getfile(kind.forward)):
+        return kind.forward
+    return step
 
 
 def source_line(fix: dict[str, Any]) -> str:
