@@ -46,6 +46,7 @@ SOUND = {
     "recomputed blocks, reentrant": lambda: flows.gpt(again=True),
     "torch's encoder": flows.encoder,
     "a small deep network as torch makes it": lambda: flows.tower(5, nn.ReLU),
+    "20 tanh layers at their gain": lambda: flows.tower(std=5 / 3 / 8),
     "frozen layer, adapter at zero": flows.adapter,
     "convolutions, ReLU in place": flows.images,
     "an expert without tokens": flows.mixture,
@@ -67,6 +68,10 @@ FAULTS = {
     "20 layers, std .01": (lambda: flows.tower(std=0.01), {"vanishing-gradient"}),
     "20 ReLU layers, 1.5 x the gain": (
         lambda: flows.tower(act=nn.ReLU, std=1.5 * math.sqrt(2 / 64)),
+        {"exploding-gradient"},
+    ),
+    "20 tanh layers, 1.5 x the gain of ReLU": (
+        lambda: flows.tower(std=1.5 * math.sqrt(2 / 64)),
         {"exploding-gradient"},
     ),
     "20 tanh layers, 1.5 x their gain": (

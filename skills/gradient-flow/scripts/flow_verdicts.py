@@ -181,7 +181,10 @@ class Judge:
         short = "short-stack-vanishing" if slope > 0 else "short-stack-exploding"
         least = self.limits["decade" if count >= SHORT else short]
         steep = abs(slope) > limit and change >= least
-        bad = steep or (count >= SHORT and change >= self.limits["deep-stack"])
+        deep = self.limits["deep-stack"]
+        if slope < 0 and self.is_plain_tanh(stack):
+            deep = self.limits["tanh-stack"]
+        bad = steep or (count >= SHORT and change >= deep)
         told = f"{change:.3g}x over {count} blocks, {where}"
         if stack.interval is not None:
             told += f"; 95 % [{stack.interval[0]:.3f}, {stack.interval[1]:.3f}]"
@@ -199,6 +202,13 @@ class Judge:
                 message=told,
                 fix=self.place(stack.names[0], text) if fail else None,
             )
+
+    def is_plain_tanh(self, stack: Stack) -> bool:
+        """Tell whether a stack is tanh after tanh, without a norm or a residual path: its own
+        saturation holds the growth of a gain far too large down to a few times."""
+        tanh = sum(s["kind"] == "tanh" for s in self.flow.squashes)
+        norms = any("norm" in type(m).__name__.lower() for m in self.target.model.modules())
+        return tanh >= len(stack.names) - 1 and not stack.residual and not norms
 
     def dead_units(self) -> None:
         """Judge units of ReLU and its kin that are off for every input."""

@@ -43,6 +43,7 @@ THRESHOLDS = {
     "short-stack-vanishing": 1000.0,  # the same for fewer than 10 blocks
     "short-stack-exploding": 100.0,  # and where gradients grow towards the input
     "deep-stack": 30.0,  # change over the whole stack that fails whatever the slope
+    "tanh-stack": 5.0,  # the same for growth through tanh alone, which saturation holds down
     "dead-units": 0.95,  # share of a layer's units that are off on all batches; above it fails
     "saturated-units": 0.95,  # share of a tanh's or sigmoid's inputs beyond its slope
     "update-ratio-high": 0.1,  # median |dW|/|W|; above it fails when the loss rose
