@@ -247,7 +247,7 @@ def check_label_shift(evidence: Evidence, limit: float) -> Finding:
             fix,
         )
     if best > 1:
-        twice = "shifted twice, in the data and in the loss (transformers models shift by themselves)"
+        twice = "shifted twice, in the data and in the loss (transformers models do it themselves)"
         return failed(f"labels are {best} tokens ahead ({share:.0%}): {twice}", share, fix)
     return failed(f"labels are earlier tokens ({share:.0%}): shifted the wrong way", share, fix)
 
