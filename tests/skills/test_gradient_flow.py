@@ -47,6 +47,7 @@ SOUND = {
     "torch's encoder": flows.encoder,
     "a small deep network as torch makes it": lambda: flows.tower(5, nn.ReLU),
     "20 tanh layers at their gain": lambda: flows.tower(std=5 / 3 / 8),
+    "an LSTM over time": flows.recurrent,
     "frozen layer, adapter at zero": flows.adapter,
     "convolutions, ReLU in place": flows.images,
     "an expert without tokens": flows.mixture,
@@ -76,6 +77,10 @@ FAULTS = {
     ),
     "20 tanh layers, 1.5 x their gain": (
         lambda: flows.tower(std=1.5 * 5 / 3 / 8),
+        {"exploding-gradient"},
+    ),
+    "recurrent weights of 4 x their size": (
+        lambda: flows.recurrent(nn.RNN, 4.0, nonlinearity="relu"),
         {"exploding-gradient"},
     ),
     "ReLU with a bias of -10": (

@@ -44,6 +44,8 @@ class Flow:
     squashes: list[dict[str, Any]] = field(default_factory=list)
     attention: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    over_time: dict[str, list[float]] = field(default_factory=dict)
+    """Recurrent layer -> gradient norm by its input at each time step that gets any."""
     not_called: list[str] = field(default_factory=list)
     bad_output: str | None = None
     """First module whose output holds NaN or plus infinity."""
@@ -66,6 +68,10 @@ def gather(recorder: Recorder, model: nn.Module, parameters: list[dict[str, Any]
     _units(recorder, flow)
     for name, calls in recorder.attention.items():
         flow.attention.append({"name": name, **_heads(calls)})
+    for name, calls in recorder.over_time.items():
+        if len({len(norms) for norms in calls}) == 1:
+            steps = zip(*(norms.tolist() for norms in calls), strict=True)
+            flow.over_time[name] = [found for found in map(middle, map(list, steps)) if found > 0]
     for name, module in model.named_modules():
         held = any(p.requires_grad for p in module.parameters(recurse=False))
         if held and not {name, name.rpartition(".")[0]} & recorder.called:

@@ -56,6 +56,8 @@ class Recorder:
         look)."""
         self.attention: dict[str, list[tuple[Tensor, Tensor]]] = {}
         """Module -> (largest logit [H], entropy share [H]) of every call."""
+        self.over_time: dict[str, list[Tensor]] = {}
+        """Recurrent layer -> gradient norm by the input of each time step [T], of every look."""
         self.samples: dict[str, Tensor] = {}
         self.gradient_samples: dict[str, Tensor] = {}
         self.stream_tensors: dict[str, Tensor] | None = None
@@ -135,7 +137,9 @@ class Recorder:
                 self._stack.append(label)
                 self.here = label
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.active and isinstance(module, nn.RNNBase) and not module.bidirectional:
+                self._follow_time(label, module, first_float(args))
             if not self.active:
                 if self._backward and name in self._without_gradient:
                     self._follow(name, first_float(output))
@@ -222,6 +226,18 @@ class Recorder:
 
         with contextlib.suppress(RuntimeError):  # a leaf view that was changed in place
             x.register_hook(arrived)
+
+    def _follow_time(self, name: str, module: nn.RNNBase, x: Tensor | None) -> None:
+        if x is None or x.dim() != 3 or not x.requires_grad:
+            return
+        others = (0, 2) if module.batch_first else (1, 2)
+
+        def arrived(gradient: Tensor) -> None:
+            if self._backward:
+                norms = torch.linalg.vector_norm(gradient.detach().float(), dim=others)
+                self.over_time.setdefault(name, []).append(norms)
+
+        x.register_hook(arrived)
 
     def rectified(self, x: Tensor, cutoff: float) -> None:
         """Take the input of a ReLU or of its kin. Shapes: x [..., C], or [B, C, ...] of images."""

@@ -266,3 +266,22 @@ def functions(act=F.relu, weight=1.0, bias=0.0):
     labels = torch.arange(64) % 4
     batches = [(random(64, 16, seed=i), labels) for i in range(4)]
     return parts(Functions(act, weight, bias), batches, classes)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, recurrent):
+        super().__init__()
+        self.tokens, self.recurrent = nn.Embedding(VOCABULARY, WIDTH), recurrent
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.recurrent(self.tokens(ids))[0])
+
+
+def recurrent(kind=nn.LSTM, scale=1.0, **fields):
+    """A recurrent language model; `scale` multiplies the weights that act from step to step."""
+    torch.manual_seed(0)
+    layer = kind(WIDTH, WIDTH, batch_first=True, **fields)
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(scale)
+    return parts(Recurrent(layer), token_batches(), next_token)
