@@ -246,6 +246,7 @@ BAD = {
     "no target": ({}, {"labels": np.full(4, IGNORED)}, "val has no target: all labels are -100"),
     "nan": ({"inputs": np.array([[0, 0], [0, np.nan]] * 2)}, {}, "holds nan in sample 1; allowed"),
     "inf label": ({"labels": np.array([1, 2, 3, np.inf])}, {"labels": np.ones(4)}, "inf in sample"),
+    "too large": ({"inputs": np.full((4, 2), 1e39)}, {}, r"holds 1e\+39 in .* of float32"),
     "negative": ({"labels": np.array([0, 1, -1, 2])}, {}, "holds -1 in sample 2; .* at least 0; a"),
     "ids": ({"input_ids": np.ones(4)}, {"input_ids": np.ones(4)}, "ids are integers"),
     "no inputs": ({"input": np.ones(4)}, {"inpt": np.ones(4)}, "labels and inputs or input_ids"),

@@ -137,6 +137,8 @@ def test_git_sees_nothing_after_an_undo(project):
         ("decoder", "has a module decoder already"),
         ("spiking", "has a module spiking already"),
         ("data", "has a module data already"),
+        ("tensor", "a second Tensor in curry_train/models/tensor.py"),
+        ("find_source", "a second find_source in curry_train/data/find_source_data.py"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(name, why, project, capfd):
@@ -189,6 +191,7 @@ def tree_of_links(project: Path) -> dict[str, object]:
         (("new", "--name", "x", "--block", "mlp", "--variant", "gated"), "--variant gated"),
         (("new", "--name", "x", *GATED, "--model", "nonsense"), "there are deepseek_v2_lite"),
         (("new", "--name", "x", *GATED, "--model", "tiny_spiking"), "architecture spiking"),
+        (("plan", "--name", "x", *GATED, "--model", "../model/tiny_moe"), "is no file of"),
         (("new", "--name", "x", "--kind", "lm", "--model", "tiny_moe"), "belong to --block"),
         (("--undo", "x"), "no such scaffold; there are: none"),
         (("--undo", "../x"), "no such scaffold"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import keyword
 import re
 from pathlib import Path
@@ -63,6 +65,22 @@ def check_module_free(project: Path, stems: list[str]) -> None:
             raise UsageError(
                 f"the package has a module {stem} already: {taken[stem].relative_to(project)}",
                 "no module's name stands twice",
+                "set another --name",
+            )
+
+
+def check_distinct(name: str, path: str, text: str) -> None:
+    """Raise UsageError when what a file defines would hide what it imports or calls."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} & set(dir(builtins))
+    used |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    defined = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    for own in defined:
+        if own in used or defined.count(own) > 1:
+            raise UsageError(
+                f"--name {name} would make a second {own} in {path}",
+                "any name that the file does not use already",
                 "set another --name",
             )
 

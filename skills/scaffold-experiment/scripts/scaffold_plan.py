@@ -116,6 +116,9 @@ def plan_kind(project: Path, name: str, kind: str) -> Plan:
     )
     plan.create[f"tests/test_{name}.py"] = _skeleton("models", f"{kind}_test", name)
     model_class = f"curry_train.models.{name}:{names.camel(name)}"
+    for path, text in plan.create.items():
+        if path.endswith(".py"):
+            names.check_distinct(name, path, text)
     _edit(project, plan, MODELS, Entry("MODELS", name, model_class))
     _edit(project, plan, DATA, Entry("DATASETS", name, f"curry_train.data.{data}:{name}"))
     _refuse_overwriting(project, plan)
@@ -133,8 +136,8 @@ def _skeleton(folder: str, stem: str, name: str, suffix: str = ".py") -> str:
 def _model_yaml(project: Path, base: str, block: str, name: str) -> str:
     """Return the base's file with one line more."""
     path = project / "configs" / "model" / f"{base}.yaml"
-    if not path.is_file():
-        options = sorted(p.stem for p in path.parent.glob("*.yaml"))
+    options = sorted(p.stem for p in path.parent.glob("*.yaml"))
+    if base not in options:
         raise UsageError(
             f"--model {base} is no file of configs/model", f"there are {', '.join(options)}"
         )

@@ -106,7 +106,8 @@ def _wrong_values(name: str, where: str, array: np.ndarray) -> Iterator[str]:
         return
     for part in _chunks(array):
         if kind == "f":
-            wrong = ~np.isfinite(part)
+            with np.errstate(over="ignore"):  # what is drawn is float32, with a smaller range
+                wrong = ~np.isfinite(part.astype(np.float32))
             if name == "labels":
                 wrong &= ~np.isnan(part)
         else:
@@ -118,7 +119,7 @@ def _wrong_values(name: str, where: str, array: np.ndarray) -> Iterator[str]:
             missing = "; a missing label is " + ("NaN" if kind == "f" else str(IGNORED))
             yield (
                 f"{where} holds {part[at]} in sample {start + at[0]}; allowed are"
-                f" {'finite values' if kind == 'f' else 'integers of at least 0'}"
+                f" {'finite values of float32' if kind == 'f' else 'integers of at least 0'}"
                 + (missing if name == "labels" else "")
             )
             return

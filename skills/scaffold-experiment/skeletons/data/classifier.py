@@ -1,8 +1,9 @@
 """The rows of `data.dataset=skeleton_name`: a rule that can be learnt, until you put yours here.
 
-Put your own arrays in the place of `draw_rows`: inputs of any shape, one class a row, and what rows
-must not be parted (a patient, a device, a document) as their group. Scales come from training rows
-only, and no group has rows on both sides.
+Put your own arrays in the place of `draw_rows`: numbers, one class a row, and what rows must not be
+parted (a patient, a device, a document) as their group; write how many features and classes there
+are into configs/model/skeleton_name.yaml. Scales come from training rows only, and no group has
+rows on both sides.
 """
 
 from __future__ import annotations

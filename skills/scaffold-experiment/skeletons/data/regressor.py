@@ -1,8 +1,9 @@
 """The sequences of `data.dataset=skeleton_name`: sine waves, until you put yours here.
 
 Put your own arrays in the place of `draw_waves`: a value to predict for each place of a sequence,
-NaN where there is none. Whole sequences are held out; where yours overlap or share a source, split
-them by that with curry_train.data.safe_splits.
+NaN where there is none; how many numbers an input has at a place is `channels` of
+configs/model/skeleton_name.yaml. Whole sequences are held out; where yours overlap or share a
+source, split them by that with curry_train.data.safe_splits.
 """
 
 from __future__ import annotations
