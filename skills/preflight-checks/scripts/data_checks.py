@@ -325,12 +325,9 @@ def _cosine_that_returns(scheduler: Any, values: list[float]) -> Finding | None:
     if type(last).__name__ != "CosineAnnealingLR" or least == values[top]:
         return None
     back = (values[-1] - least) / (values[top] - least)
-    if back <= RETURNED:
-        return None
-    shown = f"ends at {back:.0%} of its range ({shown_values(values)})"
-    return failed(
-        f"T_max={last.T_max} is less than the run's steps: the rate rises again and {shown}", back
-    )
+    text = f"T_max={last.T_max} is less than the run's steps: the rate rises again, and ends at"
+    text = f"{text} {back:.0%} of its range ({shown_values(values)})"
+    return failed(text, back) if back > RETURNED else None
 
 
 def _schedule_place(evidence: Evidence, text: str) -> Any:
