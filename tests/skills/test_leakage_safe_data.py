@@ -576,6 +576,22 @@ def test_means_of_train_alone_are_no_leak_where_most_targets_are_equal():
     assert failed(rows_of(rows, split=train)) == set()
 
 
+def test_the_mean_of_the_other_rows_of_a_category_is_an_encoding_of_all_rows():
+    draw = np.random.default_rng(4)
+    ids, target = draw.integers(0, 40, 600), draw.normal(size=600)
+    train = draw.random(600) < 0.75
+    totals, counts = np.bincount(ids, target), np.bincount(ids)
+    others = np.round((totals[ids] - target) / (counts[ids] - 1), 6)
+    rows = {"id": [f"c{i}" for i in ids], "coded": others, "y": target}
+    assert failed(rows_of(rows, split=train)) == {"leak-target-encoding"}
+    # Over train alone, as encoders do it, it is honest: held-out rows get the mean of train.
+    totals = np.bincount(ids[train], target[train], minlength=40)
+    counts = np.bincount(ids[train], minlength=40)
+    own = np.where(train, target, 0.0)
+    rows["coded"] = (totals[ids] - own) / (counts[ids] - train)
+    assert failed(rows_of(rows, split=train)) == set()
+
+
 # The command
 
 

@@ -23,6 +23,7 @@ OWN_PAST_MARGIN = 0.01
 LEVELS_AS_COLUMNS = 20
 LETTERS = string.ascii_letters + "_-"
 PAIRS_UPTO = 10
+PAIRS_LOOKED_AT = 50
 ROWS_TOLD_APART = 20_000
 TOLERANCE = 1e-3
 """Of a column's deviation; encodings are often written with few digits."""
@@ -173,18 +174,26 @@ def check_encodings(rows: Rows) -> Finding:
     own: list[str] = []
     targets = rows.one_hot[:, rows.main_targets]
     groups = _groups(rows)
+    pairs = {by: _pairs(number) for by, number in groups}
     for column in rows.features:
         values = column.values
         whole = (values == np.round(values)).all()
-        if column.levels is not None or np.isnan(values).any() or not _repeats(values) or whole:
+        if column.levels is not None or np.isnan(values).any() or whole:
             continue
-        itself = np.unique(values, return_inverse=True)[1]
+        repeats = _repeats(values)
+        itself = np.unique(values, return_inverse=True)[1] if repeats else None
         others = [group for group in groups if group[0] != f" by {column.name}"]
-        for by, number in [("", itself), *others]:
+        for by, number in [*([("", itself)] if repeats else []), *others]:
             for k in range(targets.shape[1]):
-                share = _encoded(values, number, targets[:, k], judged=rows.test)
-                train = 0.0
-                if rows.is_split:
+                share = train = 0.0
+                if repeats:
+                    share = _encoded(values, number, targets[:, k], judged=rows.test)
+                whole_mean = None
+                if by and not share:
+                    whole_mean = _with_itself(values, number, targets[:, k], pairs[by])
+                if whole_mean is not None:
+                    share = _encoded(whole_mean, number, targets[:, k], judged=rows.test)
+                if rows.is_split and repeats:
                     part = (values[rows.train], number[rows.train], targets[rows.train, k])
                     train = _encoded(*part, least=1)
                 # Where targets are mostly equal both explain most rows; the true one all.
@@ -220,6 +229,30 @@ def _groups(rows: Rows) -> list[tuple[str, Any]]:
         if not np.isnan(column.values).any() and _repeats(column.values):
             found.append((f" by {column.name}", np.unique(column.values, return_inverse=True)[1]))
     return found
+
+
+def _pairs(number: Any) -> tuple[Any, Any]:
+    """Give some pairs of rows of one group each."""
+    order = np.argsort(number, kind="stable")
+    same = np.flatnonzero(np.diff(number[order]) == 0)[:PAIRS_LOOKED_AT]
+    return order[same], order[same + 1]
+
+
+def _with_itself(values: Any, number: Any, target: Any, pairs: tuple[Any, Any]) -> Any:
+    """Take values for means of the group's other rows, which tell the target; give those of all.
+
+    None when already the pairs say that they are not.
+    """
+    one, other = pairs
+    change = values[one] - values[other]
+    if not change.any():
+        return None
+    count = np.bincount(number)
+    slope = change * (count[number[one]] - 1)
+    if np.abs(slope + target[one] - target[other]).max(initial=0.0) > 0.01 * target.std():
+        return None
+    count = count[number]
+    return ((count - 1) * values + target) / count
 
 
 def _repeats(values: Any) -> bool:
