@@ -17,6 +17,7 @@ SCRIPT = ROOT / "skills" / "gradient-flow" / "scripts" / "gradient_flow.py"
 sys.path.insert(0, str(SCRIPT.parent))
 gradient_flow = importlib.import_module("gradient_flow")
 flow_attention = importlib.import_module("flow_attention")
+flow_numbers = importlib.import_module("flow_numbers")
 flow_look = importlib.import_module("flow_look")
 sys.dont_write_bytecode = False  # the script sets it for itself
 Target = importlib.import_module("kit.target").Target
@@ -392,3 +393,7 @@ def test_the_models_of_a_new_project_pass(model, tmp_path):
     words = ["--project", tmp_path / "demo", "--set", f"model={model}"]
     done = processes.run(SCRIPT, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_equal_gradients_have_no_interval_to_tell():
+    assert flow_numbers.trend([1.5] * 6) == (0.0, None)

@@ -206,7 +206,8 @@ def trend(values: list[float]) -> tuple[float, tuple[float, float] | None]:
     places = range(len(values))
     if kit_statistics.available():
         fit = kit_statistics.slope(places, values)
-        return fit.value, (fit.low, fit.high)
+        known = math.isfinite(fit.low) and math.isfinite(fit.high)  # equal values leave 0 / 0
+        return fit.value, (fit.low, fit.high) if known else None
     return statistics.linear_regression(places, values).slope, None
 
 
