@@ -311,13 +311,10 @@ def _recorder() -> Any:
             result = func(*args, **kwargs)
             picked = self.marks.picked(name, args, kwargs)
             if picked is not None:
-                scores, labels = picked
-                call = self.record("gather", scores, labels, {"reduction": "none"}, result)
+                call = self.record("gather", *picked, {"reduction": "none"}, result)
                 call.origin = self.marks.origin(args[0])  # rows that were picked have no mark
-            elif name in SUBTRACTIONS:
-                pair = self.marks.difference(args)
-                if pair is not None:
-                    self.record("sub", *pair, {"reduction": "none"}, result)
+            elif name in SUBTRACTIONS and (pair := self.marks.difference(args)) is not None:
+                self.record("sub", *pair, {"reduction": "none"}, result)
             self.marks.follow(name, args, kwargs, result)
             return result
 

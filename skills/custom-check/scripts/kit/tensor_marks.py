@@ -30,6 +30,14 @@ NUDGE = 1e-3
 """A constant up to this size guards a logarithm and changes nothing else."""
 
 
+def _vector(part: Any) -> Any:
+    """Turn range(N) or a list of numbers, a part of an index, into a tensor."""
+    import torch
+
+    numbers = isinstance(part, (range, list)) and all(type(place) is int for place in part)
+    return torch.tensor(list(part)) if numbers else part
+
+
 class Mark(NamedTuple):
     """origin: softmax, sigmoid, log_softmax or batch; source: the origin of what that was made
     of."""
@@ -94,7 +102,7 @@ class Marks:
             same = index.dim() == scores.dim() and index.shape[:-1] == scores.shape[:-1]
             return (scores, index[..., 0]) if same else None
         if name == "__getitem__" and isinstance(args[1], tuple) and scores.dim() == 2:
-            index: Any = args[1]
+            index: Any = tuple(_vector(part) for part in args[1])
             vectors = all(hasattr(part, "dim") and part.dim() == 1 for part in index)
             if len(index) == 2 and vectors:
                 return scores[index[0]], index[1]
