@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,9 @@ from skills.test_preflight_checks import (
 from torch import nn
 
 from kit.joined_optimizer import JoinedOptimizer
+
+check = importlib.import_module("check")
+data_checks = importlib.import_module("data_checks")
 
 
 class Zero(nn.Module):
@@ -244,3 +250,25 @@ def test_no_line_of_a_library_is_named():
     found = finding(made, "dead-outputs")
     assert (found["verdict"], found["fix"]) == ("fail", None)
     assert finding(target(evaluate=evaluation), "evaluation-gradients")["verdict"] == "pass"
+
+
+def test_code_that_ends_the_process_is_no_pass():
+    def leaving(model, batch):
+        raise SystemExit(0)
+
+    found = {f["id"]: f for f in preflight_checks.preflight(target(loss_fn=leaving))}
+    assert found["batch-mismatch"]["verdict"] == "fail"
+    assert "exit(0)" in found["batch-mismatch"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [([3.0, 2.0, 1.0, 1.0], 0.25), ([1.0, 1.0], 0.0), ([1.0, 3.0, 2.0, 1.5], 0.0)],
+)
+def test_the_steps_after_the_end_of_a_fall_are_counted(values, share):
+    assert data_checks._still_at_end(values) == share
+
+
+def test_a_stage_that_was_killed_is_told_by_its_signal():
+    done = subprocess.CompletedProcess([], -9, stdout="", stderr="expected: about 3 s\n")
+    assert check._first_error(done).startswith("ended by SIGKILL")

@@ -8,6 +8,7 @@ something; 2: a stage could not run; 3: a stage cannot tell; 0: all passed.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -131,6 +132,8 @@ def _flags(call: cli.Invocation) -> list[str]:
 
 
 def _first_error(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"ended by {signal.Signals(-done.returncode).name} (SIGKILL: out of memory?)"
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error:")] or lines[-1:]
     return told[0].removeprefix("error:").strip() if told else f"exit code {done.returncode}"

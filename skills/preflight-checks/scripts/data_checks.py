@@ -344,8 +344,13 @@ def _project_schedule(evidence: Evidence, limit: float) -> Finding:
     steps = sorted({*range(1, total + 1, stride), total})
     values = [float(optim.lr_at(step, config.optim, total)) for step in steps]
     found = judge_values(values, limit, warmup_may_exceed=True)
+    still = _still_at_end(values) if config.optim.schedule in ("cosine", "wsd") else 0.0
+    if found["verdict"] != "fail" and still > limit and total > 1 / limit:
+        found = failed(f"the learning rate stays where it is in the last {still:.0%} of the steps "
+                       f"({shown_values(values)})", still)  # fmt: skip
     if found["verdict"] == "fail":
-        found["fix"] = fix_in(optim.lr_at, "give every step a learning rate above 0", r"return")
+        text = "let the schedule end at max_steps, above 0 until then"
+        found["fix"] = fix_in(optim.lr_at, text, r"return")
         return found
     with kept(evidence.target):
         drive(evidence, itertools.repeat(None))
@@ -357,6 +362,11 @@ def _project_schedule(evidence: Evidence, limit: float) -> Finding:
         return failed(f"the first step used {sorted(used)}, the schedule says {wanted:.3g}",
                       max(used), fix)  # fmt: skip
     return found
+
+
+def _still_at_end(values: list[float]) -> float:
+    above = [number for number, value in enumerate(values) if value > values[-1] * (1 + NOTHING)]
+    return 1 - (above[-1] + 2) / len(values) if above else 0.0
 
 
 def judge_values(values: list[float], limit: float, *, warmup_may_exceed: bool) -> Finding:

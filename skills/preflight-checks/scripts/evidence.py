@@ -205,6 +205,9 @@ class Evidence:
             yield
         except (UserError, CannotJudge):
             raise
+        except SystemExit as error:
+            told = RuntimeError(f"the code ends the process: exit({error.code!r})")
+            raise UserError(told.with_traceback(error.__traceback__)) from error
         except Exception as error:
             if raised_here(error):
                 raise

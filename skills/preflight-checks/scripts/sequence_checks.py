@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,9 @@ def attention_place(evidence: Evidence, text: str, pattern: str) -> Any:
     for name, module in evidence.target.model.named_modules():
         if "attn" in name.lower() or "attention" in type(module).__name__.lower():
             found = fix_in(module, text, pattern)
-            if found is not None and "site-packages" not in found["file"]:
+            home = sys.modules.get(type(module).__module__)
+            found = found or fix_in(home, text, r"is_causal *=|\btri[lu]\b|causal_mask")
+            if found is not None:
                 return found
     model = evidence.target.model
     return (
@@ -232,7 +235,7 @@ def check_label_shift(evidence: Evidence, limit: float) -> Finding:
         return _foreign_labels(evidence, limit)
     main: Any = evidence.observed.main
     text = "labels[t] must be input_ids[t+1], shifted once, in the data or in the loss"
-    fix = at(main.where, text)
+    fix = _loader_place(evidence, text) or at(main.where, text)
     best: Any = shift.best
     if best == 1:
         return _shifted_once(evidence, shift, fix)
@@ -250,6 +253,17 @@ def check_label_shift(evidence: Evidence, limit: float) -> Finding:
         twice = "shifted twice, in the data and in the loss (transformers models do it themselves)"
         return failed(f"labels are {best} tokens ahead ({share:.0%}): {twice}", share, fix)
     return failed(f"labels are earlier tokens ({share:.0%}): shifted the wrong way", share, fix)
+
+
+def _loader_place(evidence: Evidence, text: str) -> Any:
+    """Name a project's loader where its labels are not the next tokens already."""
+    batch = evidence.batches[0]
+    if evidence.target.runtime is None or not {"input_ids", "labels"} <= set(batch):
+        return None
+    kept, there = batch["labels"][:, :-1], batch["input_ids"][:, 1:]
+    if float((kept == there)[kept != IGNORED].double().mean()) >= MATCH:
+        return None
+    return fix_in(sys.modules.get("curry_train.data.loader"), text, r"labels = ")
 
 
 def _causal(evidence: Evidence) -> bool:
