@@ -7,6 +7,7 @@ which labels, how the scores were made, and which tensor of a batch is an input 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -245,10 +246,10 @@ def _weigh(found: Observation) -> None:
 
 def _unwrapped(tensor: Any) -> Any:
     """Take a tensor out of vmap and grad of torch.func: of all examples at once, with its graph."""
-    import torch
+    functorch: Any = importlib.import_module("torch._C._functorch")
 
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 
@@ -290,8 +291,9 @@ def _fused_loss(target: Target, recorder: Any) -> Iterator[None]:
 
 def _recorder() -> Any:
     """Make the class that watches torch's functions; torch is imported by then."""
-    import torch
     from torch.overrides import TorchFunctionMode
+
+    functorch: Any = importlib.import_module("torch._C._functorch")
 
     class Recorder(TorchFunctionMode):
         def __init__(self, batch: Any, calls: list[LossCall]) -> None:
@@ -303,7 +305,7 @@ def _recorder() -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if torch._C._functorch.maybe_current_level() is not None:
+            if functorch.maybe_current_level() is not None:
                 return func(*args, **kwargs)  # inside of vmap and grad tensors have no values
             name = getattr(func, "__name__", "")
             if name in CLASSES | BINARY | VALUES | OTHER and not name.endswith("_"):
