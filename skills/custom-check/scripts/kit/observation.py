@@ -323,8 +323,7 @@ def _recorder() -> Any:
         def _loss(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
             given = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
             options = {key: given[key] for key in OPTIONS if given.get(key) is not None}
-            scores, labels = given.get("input"), given.get("target")
-            call = self.record(name, scores, labels, options, None)
+            call = self.record(name, given.get("input"), given.get("target"), options, None)
             call.result = func(*args, **kwargs)
             return call.result
 
