@@ -303,7 +303,7 @@ def test_logits_that_grew_are_named(project, tmp_path):
     shutil.copytree(project, broken, ignore=shutil.ignore_patterns("runs", ".cache"))
     model = broken / "curry_train/models/decoder.py"
     text = model.read_text()
-    right = "        return self.config.initializer_range\n"
+    right = "        return self.config.initializer_range if deviation is None else deviation\n"
     assert right in text
     grown = "        return 20.0 if 'q_proj' in name else self.config.initializer_range\n"
     model.write_text(text.replace(right, grown))
