@@ -70,7 +70,7 @@ def next_byte(model, ids):
     return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def byte_gpt(width=32, depth=2, length=32, count=4):
+def byte_gpt(width=64, depth=2, length=32, count=4):
     model = Bytes(width, depth, length)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
@@ -81,4 +81,4 @@ def byte_gpt(width=32, depth=2, length=32, count=4):
 
 
 def published_size():
-    return byte_gpt(width=64, length=64, count=16)
+    return byte_gpt(length=64, count=16)

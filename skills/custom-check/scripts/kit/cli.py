@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import interpreter, job, report, target
 from .errors import UsageError
 from .report import EXIT_CODES, Report
-from .user_code import parse_spec
+from .user_code import keep_bundle_clean, parse_spec
 
 OK, FINDING, BAD_USAGE, CANNOT_TELL = 0, 1, 2, 3
 INTERRUPTED = 130
@@ -41,6 +41,7 @@ class Invocation:
     def load_target(self, probe: bool = True) -> target.Target:
         """Build the target that the flags name; without `probe` its loss may raise, see there."""
         a = self.args
+        keep_bundle_clean()
         sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
         self.target = target.load_target(
             self.project, a.target, overrides=a.set, seed=a.seed, device=a.device, probe=probe

@@ -108,6 +108,23 @@ def _import_file(path: Path, project: Path) -> ModuleType:
         sys.argv = argv
 
 
+class _LeavesNoBytecode(importlib.machinery.SourceFileLoader):
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Write nothing: this is what importing a file would cache."""
+
+
+def keep_bundle_clean() -> None:
+    """Let the bundle's own files be imported at any time without leaving bytecode beside them.
+
+    sys.dont_write_bytecode would hold for the checked code too, which then compiles at every start.
+    """
+    suffixes = importlib.machinery.SOURCE_SUFFIXES
+    ours = [path for path in sys.path if SKILLS in Path(path).parents]
+    for folder in [*ours, str(Path(__file__).resolve().parent)]:
+        finder = importlib.machinery.FileFinder(folder, (_LeavesNoBytecode, suffixes))
+        sys.path_importer_cache[folder] = finder
+
+
 def put_first_on_path(folder: Path) -> None:
     """Let imports look in a folder before anywhere else."""
     if str(folder) in sys.path:
